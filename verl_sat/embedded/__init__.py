@@ -1,0 +1,36 @@
+"""verl without a GPU: platform, rollout server, weight transfer, tiny model and task.
+
+Nothing here is imported unless ``VERL_PLATFORM=cpu`` asks for it.
+"""
+
+from __future__ import annotations
+
+import wrapt
+
+
+def install() -> None:
+    """Register the CPU parts with verl's registries. Idempotent; called by the plugin.
+
+    The platform at once: verl resolves its device when it imports an engine. The engine and the rollout
+    backend when verl imports their registries, so that loading the plugin imports neither.
+    """
+    from verl_sat.embedded import platform
+
+    platform.register()
+    wrapt.register_post_import_hook(_register_engine, "verl.workers.engine.fsdp")
+    wrapt.register_post_import_hook(_register_rollout, "verl.workers.rollout.replica")
+
+
+def _register_engine(_module: object) -> None:
+    from verl_sat.engine import fsdp
+
+    fsdp.register()
+
+
+def _register_rollout(module: object) -> None:
+    def load_replica() -> type:
+        from verl_sat.embedded.rollout import HFReplica
+
+        return HFReplica
+
+    module.RolloutReplicaRegistry.register("hf", load_replica)
