@@ -20,6 +20,7 @@ breaks ties by random ids.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 from transfer_queue import KVBatchMeta
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 INEXACT_KEY = f"{PREFIX}/inexact_frac"
 _KNOWN_KWARGS = {"poll_interval"}
 
+# verl replaces a failed group with a new prompt and goes on for ever, also when every group fails.
+MAX_FAILED_IN_A_ROW = 64
+
 
 class ExactLagReplayBuffer(ReplayBufferAsync):
     """verl's asynchronous replay buffer that waits for the groups in flight.
@@ -43,6 +47,7 @@ class ExactLagReplayBuffer(ReplayBufferAsync):
         ValueError: for a trainer mode without versions in flight, a fractional ``num_warmup_batches``,
             a threshold that would evict or block groups of the wanted lag, or settings that verl gives
             to its own sampler only (group filtering, refill of failed groups).
+        RuntimeError: while sampling, when generation fails for every group (verl would retry for ever).
     """
 
     def __init__(self, trainer_mode: str, trainer_config: Any, sampler_kwargs: Any = None, **kwargs: Any) -> None:
@@ -55,7 +60,8 @@ class ExactLagReplayBuffer(ReplayBufferAsync):
             )
         if trainer_mode not in ("separate_async", "colocate_async"):
             raise ValueError(
-                f"trainer.v1.trainer_mode={trainer_mode}: the exact-lag sampler is for separate_async and colocate_async"
+                f"trainer.v1.trainer_mode={trainer_mode}: the exact-lag sampler is for separate_async and "
+                "colocate_async"
             )
         if kwargs.get("filter_groups_metric") is not None or kwargs.get("sync_refill_failed_groups"):
             raise ValueError(
@@ -77,6 +83,19 @@ class ExactLagReplayBuffer(ReplayBufferAsync):
         kwargs.setdefault("poll_interval", float(options.get("poll_interval", 0.05)))
         super().__init__(trainer_mode=trainer_mode, trainer_config=trainer_config, sampler_kwargs=options, **kwargs)
         self._warned = False
+        self._failed_in_a_row = 0
+
+    def _evict_terminal_groups(
+        self, global_steps: int, partition_id: str, eviction_reasons: tuple[set[str], set[str], set[str], Counter]
+    ) -> tuple[set[str], int, int, dict]:
+        failed = len(eviction_reasons[2])
+        self._failed_in_a_row = 0 if self.finished_keys[partition_id] else self._failed_in_a_row + failed
+        if self._failed_in_a_row > MAX_FAILED_IN_A_ROW:
+            raise RuntimeError(
+                f"verl-sat: {self._failed_in_a_row} groups in a row failed to generate and none succeeded; the reason "
+                "is in the log of AgentLoopWorkerTQ (search for 'Error in _run_prompt')"
+            )
+        return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
 
     def _has_enough_samples(
         self, global_steps: int, partition_id: str, batch_size: int, sampleable_keys: set[str]
@@ -104,9 +123,7 @@ class ExactLagReplayBuffer(ReplayBufferAsync):
             return rank[uid], int(session), int(index)
 
         pairs = sorted(zip(batch.keys, batch.tags, strict=True), key=place)
-        return KVBatchMeta(
-            partition_id=partition_id, keys=[key for key, _ in pairs], tags=[tag for _, tag in pairs]
-        )
+        return KVBatchMeta(partition_id=partition_id, keys=[key for key, _ in pairs], tags=[tag for _, tag in pairs])
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         """As verl's. For the training partition, adds the share of samples that are not of the wanted lag."""
@@ -122,7 +139,8 @@ class ExactLagReplayBuffer(ReplayBufferAsync):
         if wrong and not self._warned:
             self._warned = True
             logger.warning(
-                "step %d: %d of %d samples are not of version %d (lag %d), the first is of versions %s to %s. "
+                "verl-sat: step %d: %d of %d samples are not of version %d (lag %d); "
+                "the first is of versions %s to %s. "
                 "Groups that failed or were re-issued after a resume are generated anew by newer weights; "
                 "see the metric %s",
                 *(global_steps, len(wrong), len(tags), wanted, self.lag),

@@ -97,7 +97,7 @@ _warned: set[str] = set()
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        logger.warning(message)
+        logger.warning("verl-sat: %s", message)
 
 
 def lag_metrics(sums: Sequence[float], oldest: float) -> dict[str, float]:

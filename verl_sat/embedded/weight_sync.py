@@ -171,9 +171,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         return {}
 
     @torch.no_grad()
-    async def receive_weights(
-        self, global_steps: int | None = None
-    ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield the weights that trainer rank 0 sends."""
         while True:
             length = int(self._broadcast(torch.zeros(1, dtype=torch.int64))[0])

@@ -1,0 +1,387 @@
+"""``sat_grpo`` and ``sat_gspo`` in the signature of verl's policy losses (arXiv 2607.18722, Sec. 4).
+
+Same steps as verl's ``vanilla`` and ``gspo`` (``verl/trainer/ppo/core_algos.py``), in the same order and with the same
+reductions; between ratio and clip stands the trust region of ``verl_sat.trust_region``. Where nothing is contracted,
+loss, gradient and the three shared metrics are verl's to the last bit. ``plugin.py`` registers the functions.
+
+What is not verl's, and always counted or said:
+    - 16-bit inputs are computed in fp32; one warning, because their log-probs cannot resolve small radii.
+    - A NaN at an active token makes the loss NaN; metrics leave it out and ``nonfinite_frac`` counts it. Infinite
+      log-probs are clamped and counted there too. Masked positions may hold anything.
+    - An old log-prob of exactly 0.0 claims that the sampled token was certain. In a response where the current policy
+      gives such a token less than ``MISSING_LOG_PROB`` nats, the zeros are a fill value: those tokens are left out of
+      loss and statistics, counted in ``missing_log_prob_frac``, and warned about once. A batch-wide token or response
+      count that verl passes is not reduced for them.
+    - Without verl's batch-wide counts the means are over this call only; one warning.
+"""
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from verl.trainer.ppo.core_algos import agg_loss
+
+from verl_sat.advantage import clip_advantages
+from verl_sat.config import SATConfig, get_sat_config
+from verl_sat.metrics import assemble, measure, to_host
+from verl_sat.trust_region import (
+    LOG_RATIO_LIMIT,
+    SEQUENCE_LOG_RATIO_LIMITS,
+    inverse_cdf_quantile,
+    mean_log_ratio,
+    sat_trust_region,
+    straight_through_ratio,
+    surrogate,
+    token_log_ratio,
+)
+
+logger = logging.getLogger(__name__)
+
+# Below this [nats, about 2 %] the current policy contradicts an old log-prob of 0.0 beyond what training can do.
+MISSING_LOG_PROB = -4.0
+# At the default quantile a sequence-level gate opens for nobody in calls of fewer responses, or rarely.
+FEW_SEQUENCES = 16
+
+_warned: set[str] = set()
+
+
+def _warn_once(key: str, message: str, *args: Any) -> None:
+    if key not in _warned:
+        _warned.add(key)
+        logger.warning(f"verl-sat: {message}", *args)
+
+
+class _Batch(NamedTuple):
+    """Inputs in the compute dtype, shape (batch_size, response_length), with harmless values where masked."""
+
+    active: torch.Tensor  # bool: trained, and with a recorded old log-prob
+    log_ratio: torch.Tensor  # with gradient, not clamped, 0 where not active
+    advantages: torch.Tensor
+    weights: torch.Tensor | None
+    nonfinite: torch.Tensor  # bool: active, with an inf or NaN
+    nan: torch.Tensor  # bool: with a NaN
+    missing: torch.Tensor  # bool: left out for want of an old log-prob
+
+
+def compute_policy_loss_sat_grpo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """SAT-GRPO: verl's vanilla clip with a per-token trust region that contracts with staleness.
+
+    Args:
+        old_log_prob: log-probs of the policy that sampled (in bypass mode the rollout engine's) [nats], shape
+            (batch_size, response_length).
+        log_prob: log-probs of the current policy [nats], with gradient, same shape.
+        advantages: same shape.
+        response_mask: 1 (or True) where the token is trained, same shape.
+        loss_agg_mode: a mode of verl's ``agg_loss``.
+        config: verl's ``ActorConfig``; read are ``clip_ratio``, ``clip_ratio_low``, ``clip_ratio_high``,
+            ``clip_ratio_c``, ``policy_loss``, ``global_batch_info``, ``loss_scale_factor``.
+        rollout_is_weights: correction weights, same shape, where verl passes them; they multiply the token losses.
+        **unused: further keywords of later verl versions, ignored.
+
+    Returns:
+        The scalar loss, and the metrics ``verl_sat.metrics.METRIC_KEYS`` as floats.
+
+    Raises:
+        ValueError: a tensor or ``config`` is None, shapes differ, or a clip ratio is out of range.
+        SATConfigError: the ``sat`` block is wrong.
+    """
+    return _sat_policy_loss(
+        False, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
+    )
+
+
+def compute_policy_loss_sat_gspo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """SAT-GSPO: verl's gspo with a trust region that contracts with the staleness of the response.
+
+    Ratio and staleness of a token are its response's: the *mean* log-ratio over active tokens. The quantile is taken
+    over tokens, so long responses weigh more (Eq. 20). As in verl's gspo there is no dual clip. Aggregation other than
+    seq-mean-token-mean is honoured, with one warning.
+
+    Args:
+        old_log_prob: as ``compute_policy_loss_sat_grpo``.
+        log_prob: as there.
+        advantages: as there.
+        response_mask: as there.
+        loss_agg_mode: as there.
+        config: as there, but ``clip_ratio_c`` is not read.
+        rollout_is_weights: as there.
+        **unused: as there.
+
+    Returns:
+        The scalar loss, and the metrics ``verl_sat.metrics.METRIC_KEYS`` as floats.
+
+    Raises:
+        ValueError: a tensor or ``config`` is None, shapes differ, or a clip ratio is out of range.
+        SATConfigError: the ``sat`` block is wrong.
+    """
+    if loss_agg_mode != "seq-mean-token-mean":
+        _warn_once(
+            "gspo aggregation",
+            "sat_gspo with actor_rollout_ref.actor.loss_agg_mode=%s: responses no longer weigh equally; "
+            "GSPO is defined with seq-mean-token-mean.",
+            loss_agg_mode,
+        )
+    return _sat_policy_loss(
+        True, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
+    )
+
+
+def _sat_policy_loss(
+    sequence_level: bool,
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str,
+    config: Any,
+    rollout_is_weights: torch.Tensor | None,
+    quantile: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Both losses. ``quantile``: 0-dim q of a wider scope, in place of this call's own."""
+    if config is None:
+        raise ValueError("config is required: verl's ActorConfig with the clip ratios and the policy_loss block")
+    sat = get_sat_config(config.get("policy_loss", None))
+    clip_ratio_low, clip_ratio_high = _clip_radii(config)
+    batch = _prepare(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+    active, log_ratio = batch.active, batch.log_ratio
+
+    # Ratio (with gradient) and staleness (without): per token, or the response's mean at each of its tokens.
+    token_clamped = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    valid = active & ~batch.nan
+    if sequence_level:
+        mean = mean_log_ratio(log_ratio, active).detach()
+        ratio = straight_through_ratio(log_ratio, mean)
+        mean = mean.clamp(*SEQUENCE_LOG_RATIO_LIMITS)
+        valid = valid & ~mean.isnan().unsqueeze(-1)
+        # One entry per response, counted once per token: the quantile over broadcast tokens, without broadcasting.
+        observed, counts = mean.abs(), valid.sum(dim=-1)
+        staleness_log_ratio = torch.where(valid, mean.unsqueeze(-1), 0.0)
+        token_valid = torch.where(valid, token_clamped.detach(), 0.0)
+    else:
+        ratio = torch.exp(token_clamped)
+        staleness_log_ratio = token_valid = torch.where(valid, token_clamped.detach(), 0.0)
+        observed, counts = staleness_log_ratio.abs(), valid
+
+    q = _gate_level(sat, observed, counts, quantile)
+    region = sat_trust_region(
+        staleness_log_ratio,
+        q,
+        clip_ratio_low=clip_ratio_low,
+        clip_ratio_high=clip_ratio_high,
+        kernel=sat.kernel,
+        exponent=sat.exponent,
+    )
+    clipped_advantages, advantage_changed = clip_advantages(
+        batch.advantages, sat.advantage_clip_low, sat.advantage_clip_high, sat.advantage_clip_scope, region.stale
+    )
+    token_loss = surrogate(
+        ratio, clipped_advantages, region.lower, region.upper, None if sequence_level else _dual_clip(config)
+    )
+    loss_mat = token_loss.loss if batch.weights is None else token_loss.loss * batch.weights
+    loss = agg_loss(
+        loss_mat=loss_mat,
+        loss_mask=active,
+        loss_agg_mode=loss_agg_mode,
+        **_aggregation_counts(config, active, loss_agg_mode),
+    )
+
+    means = measure(
+        valid=valid,
+        region=region,
+        token_loss=token_loss,
+        ratio=ratio,
+        staleness_log_ratio=staleness_log_ratio,
+        log_ratio=token_valid,
+        advantages=clipped_advantages,
+        advantage_changed=advantage_changed,
+        clip_ratio_low=clip_ratio_low,
+        clip_ratio_high=clip_ratio_high,
+    )
+    trained = (active | batch.missing).sum().clamp(min=1).to(q.dtype)
+    host = to_host(
+        means
+        | {
+            "quantile": q,
+            "contraction_strongest": region.contraction.amin() if region.contraction.numel() else q.new_ones(()),
+            "nonfinite_frac": batch.nonfinite.sum() / trained,
+            "missing_log_prob_frac": batch.missing.sum() / trained,
+            "num_sequences": valid.any(dim=-1).sum(),
+        }
+    )
+    _warn_about(host, sat, sequence_level, own_quantile=quantile is None)
+    return loss, assemble(
+        host,
+        clip_ratio_low=clip_ratio_low,
+        clip_ratio_high=clip_ratio_high,
+        kernel=sat.kernel,
+        exponent=sat.exponent,
+    )
+
+
+def _prepare(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    rollout_is_weights: torch.Tensor | None,
+) -> _Batch:
+    named = {
+        "old_log_prob": old_log_prob,
+        "log_prob": log_prob,
+        "advantages": advantages,
+        "response_mask": response_mask,
+    }
+    for name, tensor in named.items():
+        if tensor is None:
+            raise ValueError(f"{name} is required, got None")
+    if rollout_is_weights is not None:
+        named["rollout_is_weights"] = rollout_is_weights
+    if len({tensor.shape for tensor in named.values()}) > 1:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items())
+        raise ValueError(f"all inputs must have the shape (batch_size, response_length) of log_prob, got {shapes}")
+    if log_prob.dtype.itemsize < 4 or old_log_prob.dtype.itemsize < 4:
+        _warn_once(
+            "16 bit",
+            "SAT loss: log_prob is %s and old_log_prob is %s, computed in fp32. 16-bit log-probs carry an error of the "
+            "size of a small clip radius: have the engines return fp32.",
+            log_prob.dtype,
+            old_log_prob.dtype,
+        )
+    dtype = torch.promote_types(torch.promote_types(log_prob.dtype, old_log_prob.dtype), torch.float32)
+    log_prob, old_log_prob = log_prob.to(dtype), old_log_prob.to(dtype)
+
+    trained = response_mask.bool()
+    certain = trained & (old_log_prob == 0)
+    contradicted = (certain & (log_prob < MISSING_LOG_PROB)).any(dim=-1, keepdim=True)
+    missing = certain & contradicted
+    active = trained & ~missing
+
+    log_ratio = token_log_ratio(log_prob, old_log_prob, active)
+    advantages = torch.where(active, _at_least_fp32(advantages), 0.0)
+    weights = None if rollout_is_weights is None else torch.where(active, _at_least_fp32(rollout_is_weights), 0.0)
+    # NaN or infinite where any of the inputs is: one test in place of three
+    probe = log_ratio.detach() + advantages
+    if weights is not None:
+        probe = probe + weights
+    return _Batch(active, log_ratio, advantages, weights, active & ~probe.isfinite(), probe.isnan(), missing)
+
+
+def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _gate_level(
+    sat: SATConfig, observed: torch.Tensor, counts: torch.Tensor, quantile: torch.Tensor | None
+) -> torch.Tensor:
+    """q: the configured one, else that of a wider scope, else this call's quantile; never below ``q_min``."""
+    if sat.q is not None:
+        q = observed.new_full((), sat.q)
+    elif quantile is not None:
+        q = quantile.to(observed.dtype)
+    else:
+        q = inverse_cdf_quantile(observed, counts, sat.quantile)
+    return q.clamp(min=sat.q_min)
+
+
+def _clip_radii(config: Any) -> tuple[float, float]:
+    """Nominal radii, with verl's fallback to ``clip_ratio``."""
+    radii = []
+    for name in ("clip_ratio_low", "clip_ratio_high"):
+        value = config.get(name, None)
+        value = config.get("clip_ratio", None) if value is None else value
+        if value is None or not value >= 0:
+            raise ValueError(f"actor_rollout_ref.actor.{name}={value!r} is not allowed: expected a number >= 0")
+        radii.append(float(value))
+    return radii[0], radii[1]
+
+
+def _dual_clip(config: Any) -> float:
+    clip_ratio_c = config.get("clip_ratio_c", 3.0)
+    if clip_ratio_c is None or not clip_ratio_c > 1:
+        raise ValueError(f"actor_rollout_ref.actor.clip_ratio_c={clip_ratio_c!r} is not allowed: expected a number > 1")
+    return clip_ratio_c
+
+
+def _aggregation_counts(config: Any, active: torch.Tensor, loss_agg_mode: str) -> dict[str, Any]:
+    """Keyword arguments of ``agg_loss``: verl's batch-wide counts, this call's own where there are none."""
+    counts = dict(config.get("global_batch_info", None) or {})
+    if counts.get("loss_scale_factor") is None:
+        counts["loss_scale_factor"] = config.get("loss_scale_factor", None)
+    if loss_agg_mode == "seq-mean-token-sum-norm" and counts["loss_scale_factor"] is None:
+        _warn_once(
+            "loss_scale_factor",
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm without "
+            "actor_rollout_ref.actor.loss_scale_factor divides by the padded width, so the loss depends on padding: "
+            "set it to a constant, for example the maximum response length.",
+        )
+    name = {"token-mean": "batch_num_tokens", "token-sum": None}.get(loss_agg_mode, "global_batch_size")
+    if name is None:
+        return counts
+    if counts.get(name) is not None:
+        # an optimizer step without any active token: 0, not 0 / 0
+        counts[name] = counts[name].clamp(min=1) if isinstance(counts[name], torch.Tensor) else max(counts[name], 1)
+    elif (counts.get("dp_size") or 1) == 1:  # on more ranks verl raises, rightly
+        _warn_once(
+            "local counts",
+            "SAT loss: no %s in config.global_batch_info, so loss_agg_mode=%s divides by this call's own count. "
+            "With more than one micro-batch per optimizer step a mean of such means is not the mini-batch's.",
+            name,
+            loss_agg_mode,
+        )
+        counts[name] = (active if loss_agg_mode == "token-mean" else active.any(dim=-1)).sum().clamp(min=1)
+    return counts
+
+
+def _warn_about(host: dict[str, float], sat: SATConfig, sequence_level: bool, own_quantile: bool) -> None:
+    """Say once what the numbers of a call give away."""
+    if host["missing_log_prob_frac"] > 0:
+        _warn_once(
+            "missing",
+            "SAT loss: %.1f %% of the tokens of this call have an old log-prob of exactly 0.0 in a response where the "
+            "current policy contradicts it: they were never recorded. They are left out of the loss and counted in "
+            "actor/sat/missing_log_prob_frac. Check actor_rollout_ref.rollout.calculate_log_probs.",
+            100 * host["missing_log_prob_frac"],
+        )
+    if host["nonfinite_frac"] > 0:
+        _warn_once(
+            "nonfinite",
+            "SAT loss: %.2g of the tokens of this call have an inf or NaN in log-prob, old log-prob, advantage or "
+            "weight (actor/sat/nonfinite_frac). Infinite log-ratios are clamped; a NaN makes the loss NaN.",
+            host["nonfinite_frac"],
+        )
+    contracts = sat.kernel != "none" and sat.quantile < 1
+    if sequence_level and own_quantile and sat.q is None and contracts and 0 < host["num_sequences"] < FEW_SEQUENCES:
+        _warn_once(
+            "few sequences",
+            "sat_gspo: %d responses in this micro-batch. A quantile over so few is mostly the longest response itself, "
+            "so nothing, or next to nothing, counts as stale and the loss is plain GSPO (see actor/sat/inert). Raise "
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu to %d or more, or set "
+            "actor_rollout_ref.actor.policy_loss.sat.q.",
+            host["num_sequences"],
+            FEW_SEQUENCES,
+        )
+    if sat.advantage_clip_scope == "stale" and not (sat.advantage_clip_low is sat.advantage_clip_high is None):
+        if sat.kernel == "none":
+            _warn_once(
+                "stale scope",
+                "actor_rollout_ref.actor.policy_loss.sat: with kernel=none no token is stale, so "
+                "advantage_clip_scope=stale clips no advantage; use advantage_clip_scope=all.",
+            )
