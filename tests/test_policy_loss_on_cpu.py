@@ -8,6 +8,8 @@ verl's worker; the number of device-to-host transfers. Not covered: the trust re
 
 import logging
 import math
+import subprocess
+import sys
 
 import pytest
 import sat_reference
@@ -297,14 +299,17 @@ def test_L05_extreme_log_probs_stay_finite(name, extreme):
 @pytest.mark.parametrize("where", ["old_log_prob", "log_prob", "advantages", "rollout_is_weights"])
 def test_L05_an_active_nan_is_loud_and_counted(name, where, caplog):
     old, log_prob, advantages, mask = random_batch(9)
+    # a token that every fraction would count: clipped above, its advantage clipped
+    log_prob[3, 0], advantages[3] = old[3, 0] + 1.0, 2.0
+    config = actor_config(name, sat=dict(advantage_clip_high=0.5))
     weights = torch.ones_like(old)
     tensors = dict(old_log_prob=old, log_prob=log_prob, advantages=advantages, rollout_is_weights=weights)
     batch = (old, log_prob, advantages, mask)
-    clean = call(name, batch, actor_config(name), weights=weights)
+    clean = call(name, batch, config, weights=weights)
     tensors[where][3, 0] = float("nan")
     with caplog.at_level(logging.WARNING):
-        loss, _, values = call(name, batch, actor_config(name), weights=weights)
-        call(name, batch, actor_config(name), weights=weights)
+        loss, _, values = call(name, batch, config, weights=weights)
+        call(name, batch, config, weights=weights)
     assert loss.isnan() and clean[0].isfinite()
     assert_finite_metrics(values)
     assert values["actor/sat/nonfinite_frac"] == pytest.approx(1 / mask.sum().item())
@@ -317,7 +322,7 @@ def test_L05_an_active_nan_is_loud_and_counted(name, where, caplog):
         lost[3, 0] = False
     if name == "sat_grpo" or not lost[3].any():
         tensors[where][3, 0] = 1.0
-        _, _, without = call(name, (old, log_prob, advantages, lost), actor_config(name), weights=weights)
+        _, _, without = call(name, (old, log_prob, advantages, lost), config, weights=weights)
         without.pop("actor/sat/nonfinite_frac"), values.pop("actor/sat/nonfinite_frac")
         assert values == pytest.approx(without, rel=1e-5, abs=1e-7)
 
@@ -760,6 +765,30 @@ def test_M08_to_host_is_exact_for_fp32_and_fp64():
     assert metrics.to_host(values) == {"a": torch.tensor(0.1).item(), "b": 1.0, "c": 3.0}
     values["d"] = torch.tensor(0.1, dtype=torch.float64)
     assert metrics.to_host(values)["d"] == 0.1
+
+
+# --- imports ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["config", "policy_loss"])
+def test_any_module_may_be_imported_before_verl(module):
+    """Importing verl loads the plugin, which imports the losses: no order may leave it with half a module."""
+    code = (
+        f"import verl_sat.{module}\n"
+        "from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY as registry\n"
+        "from verl_sat import policy_loss\n"
+        "assert registry['sat_grpo'] is policy_loss.compute_policy_loss_sat_grpo\n"
+        "assert registry['sat_gspo'] is policy_loss.compute_policy_loss_sat_gspo\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "ERROR" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("module", ["policy_loss", "metrics", "trust_region", "advantage"])
+def test_the_method_does_not_import_verl(module):
+    code = f"import sys, verl_sat.{module}; assert 'verl' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 # --- documentation ----------------------------------------------------------------------------------------------

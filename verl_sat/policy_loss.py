@@ -15,14 +15,14 @@ What is not verl's, and always counted or said:
     - Without verl's batch-wide counts the means are over this call only; one warning.
 """
 
+from __future__ import annotations
+
 import logging
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from verl.trainer.ppo.core_algos import agg_loss
 
 from verl_sat.advantage import clip_advantages
-from verl_sat.config import SATConfig, get_sat_config
 from verl_sat.metrics import assemble, measure, to_host
 from verl_sat.trust_region import (
     LOG_RATIO_LIMIT,
@@ -34,6 +34,9 @@ from verl_sat.trust_region import (
     surrogate,
     token_log_ratio,
 )
+
+if TYPE_CHECKING:
+    from verl_sat.config import SATConfig
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +159,12 @@ def _sat_policy_loss(
     quantile: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Both losses. ``quantile``: 0-dim q of a wider scope, in place of this call's own."""
+    # Not at the top: importing verl loads the plugin, and the plugin imports this module. Whichever is imported first
+    # in a process (unpickling a config in a worker, say), the plugin must find it complete.
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    from verl_sat.config import get_sat_config
+
     if config is None:
         raise ValueError("config is required: verl's ActorConfig with the clip ratios and the policy_loss block")
     sat = get_sat_config(config.get("policy_loss", None))

@@ -107,6 +107,8 @@ def fuse_expert_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.
 class _Waiting:
     request: Request
     future: asyncio.Future
+    wave: int | None = None  # which gathering first saw it
+    seeded_for: int | None = -1  # the version that the request's seed was made for
 
 
 class HFServer:
@@ -143,6 +145,7 @@ class HFServer:
         self.global_steps: int | None = None  # the weights' version; None until the trainer sent some
         self._queue: deque[_Waiting] = deque()
         self._asked: Counter[tuple[int, ...]] = Counter()  # how often each prompt was asked at this version
+        self._wave = 0
         self._arrived = asyncio.Event()
         self._running = asyncio.Event()  # set while the gate is open
         self._running.set()
@@ -230,28 +233,25 @@ class HFServer:
                 self._idle.set()
 
     def _take_batch(self) -> list[_Waiting]:
-        """The waiting requests that share the first one's settings, up to the batch limit.
+        """The first waiting requests that share the first one's settings, up to the batch limit.
 
-        Sorted by seed, so that the batch (and with it the rounding of its matrix products) does not
-        depend on the order of arrival.
+        Requests that were gathered together are ordered by seed, not by arrival: which of them share a
+        batch, and with it the rounding of its matrix products, then does not depend on the network.
         """
-        if not self._queue:
-            return []
-        settings = self._queue[0].request.settings
-        batch: list[_Waiting] = []
-        kept: deque[_Waiting] = deque()
-        while self._queue:
-            waiting = self._queue.popleft()
-            matches = waiting.request.settings == settings and len(batch) < self.config.max_num_seqs
-            (batch if matches else kept).append(waiting)
-        self._queue = kept
-        for waiting in batch:
-            prompt = tuple(waiting.request.prompt_ids)
-            waiting.request.seed = request_seed(
-                self.config.seed, self.global_steps, waiting.request.prompt_ids, self._asked[prompt]
-            )
-            self._asked[prompt] += 1
-        return sorted(batch, key=lambda waiting: waiting.request.seed)
+        self._wave += 1
+        for waiting in self._queue:
+            waiting.wave = self._wave if waiting.wave is None else waiting.wave
+            if waiting.seeded_for != self.global_steps:
+                prompt = tuple(waiting.request.prompt_ids)
+                waiting.request.seed = request_seed(self.config.seed, self.global_steps, prompt, self._asked[prompt])
+                waiting.seeded_for = self.global_steps
+                self._asked[prompt] += 1
+        ordered = sorted(self._queue, key=lambda waiting: (waiting.wave, waiting.request.seed))
+        fitting = [waiting for waiting in ordered if waiting.request.settings == ordered[0].request.settings]
+        batch = fitting[: self.config.max_num_seqs]
+        taken = {id(waiting) for waiting in batch}
+        self._queue = deque(waiting for waiting in ordered if id(waiting) not in taken)
+        return batch
 
     async def _run(self, batch: list[_Waiting]) -> None:
         def sample() -> list[Completion]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -100,7 +100,7 @@ class Completion:
     aborted: bool = False
 
 
-def request_seed(seed: int, version: int | None, prompt_ids: list[int], occurrence: int) -> int:
+def request_seed(seed: int, version: int | None, prompt_ids: Sequence[int], occurrence: int) -> int:
     """Seed of a request's random stream: a hash of what identifies it, independent of batching."""
     text = f"{seed}|{version}|{occurrence}|{','.join(map(str, prompt_ids))}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

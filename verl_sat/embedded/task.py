@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 DATA_SOURCE = "verl_sat/running_sum"
-LARGEST_TERM = 6
-# Share of the problems by number of terms. There are only 36 sums of two terms, hence fewer of them.
+LARGEST_TERM = 5
+# Share of the problems by number of terms. There are only 25 sums of two terms, hence fewer of them.
 TERM_SHARES = {2: 0.1, 3: 0.3, 4: 0.3, 5: 0.3}
 
 # Ten steps of 16 prompts read the training set exactly once: the mean reward over ten steps then does not depend
@@ -29,8 +29,8 @@ TERM_SHARES = {2: 0.1, 3: 0.3, 4: 0.3, 5: 0.3}
 TRAIN_SIZE = 160
 TEST_SIZE = 40
 
-MAX_PROMPT_LENGTH = 18  # 8 tokens of ChatML around "6+6+6+6+6="
-MAX_RESPONSE_LENGTH = 12  # "12,18,24,30" and the end token
+MAX_PROMPT_LENGTH = 18  # 8 tokens of ChatML around "5+5+5+5+5="
+MAX_RESPONSE_LENGTH = 12  # "10,15,20,25" and the end token
 
 _ANSWER = re.compile(r"[0-9]{1,9}")
 
