@@ -217,7 +217,13 @@ def test_warm_start_is_deterministic_and_keeps_the_random_state():
     def run(seed):
         model = build_model(4)
         result = warm_start(
-            model, build_tokenizer(), seed, problems=train[:32], exclude=[*train, *test], target_reward=0.01, batch_size=16
+            model,
+            build_tokenizer(),
+            seed,
+            problems=train[:32],
+            exclude=[*train, *test],
+            target_reward=0.01,
+            batch_size=16,
         )
         return result, model.state_dict()
 

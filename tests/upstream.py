@@ -121,12 +121,8 @@ def table(lines: Iterable[dict[str, str]]) -> str:
         numbers = f"{count['passed']:>6}  {count['failed']:>6}  {count['skipped']:>7}"
         rows.append(f"{file:<{width}}  {numbers}  {what}")
         if what != "verl's own":
-            rows += [f"    {name}" for name in names[key_of(file, what)]]
+            rows += [f"    {name}" for name in names[file, what]]
     return "\n".join(rows)
-
-
-def key_of(file: str, what: str) -> tuple[str, str]:
-    return file, what
 
 
 def main(arguments: list[str] | None = None) -> int:

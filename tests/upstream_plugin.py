@@ -258,6 +258,13 @@ class Upstream:
         if len(ours) != len(LOSSES):
             raise pytest.UsageError(f"verl-sat is not loaded into verl: {', '.join(LOSSES)} are not its own losses")
 
+    def pytest_sessionstart(self) -> None:
+        if self.put_in == SAMPLER:
+            import ray
+
+            # TransferQueue's actors want more cores than a small machine has, and would wait for them for ever.
+            ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
     def pytest_report_header(self) -> str:
         import verl
 

@@ -5,8 +5,8 @@ The prompt is a sum of two to five terms, ``3+4+5+2=``; the response is the runn
 anywhere is usually carried to the end, so a longer sum is harder and a prompt's success
 probability lies between 0 and 1.
 
-verl loads this file by its path (``reward.custom_reward_function``), so it must not depend
-on where it is imported from, and importing it must stay cheap.
+verl loads it as ``pkg://verl_sat.embedded.task`` or by the path of the file
+(``reward.custom_reward_function.path``), so it imports nothing of the package, and little else.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 DATA_SOURCE = "verl_sat/running_sum"
 LARGEST_TERM = 5
@@ -35,8 +34,8 @@ MAX_RESPONSE_LENGTH = 12  # "10,15,20,25" and the end token
 _ANSWER = re.compile(r"[0-9]{1,9}")
 
 
-@dataclass(frozen=True)
-class Problem:
+# Not a dataclass: those need their module in sys.modules, where a file loaded by its path is not.
+class Problem(NamedTuple):
     """One sum; ``terms`` are whole numbers from 1 to ``LARGEST_TERM``."""
 
     terms: tuple[int, ...]

@@ -1,8 +1,12 @@
 """Make the embedded job: tiny model, tokenizer, data, and a short supervised warm start.
 
-RL from random weights would see no reward. A few seconds of supervised training on made
-sums bring the sampled reward to about 0.4, where most groups of responses hold both right
-and wrong ones and the policy gradient has something to say.
+RL from random weights would see no reward. Some seconds of supervised training on made sums
+bring the sampled reward to 0.35 or a little more, where most groups of responses hold both
+right and wrong ones and the policy gradient has something to say.
+
+The demonstrations are careless on purpose: four in ten of the longer ones leave the last
+total out. The policy copies the habit, and RL has two things to teach it: not to stop early,
+which it learns within tens of steps, and to add, which takes longer.
 
     python -m verl_sat.embedded.warm_start OUT --seed 1
 """
@@ -25,8 +29,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 from verl_sat.embedded import task
 from verl_sat.embedded.model import build_model, build_tokenizer, save
 
-TARGET_REWARD = 0.36
+TARGET_REWARD = 0.35
 REWARD_WINDOW = (0.2, 0.7)
+CARELESS = 0.4  # share of the demonstrations of three or more terms that stop one total short
 LEARNING_RATE = 2e-4  # recommended for the RL that follows, constant
 
 
@@ -42,7 +47,7 @@ class PreparedJob:
         model_path: checkpoint folder with model and tokenizer.
         train_file: training parquet.
         test_file: test parquet.
-        reward_file: Python file that holds the reward function.
+        reward_file: where verl finds the reward function, in the form its custom_reward_function.path takes.
         reward_name: name of the reward function in it.
         reward: mean reward on the training prompts at temperature 1, between 0 and 1.
         seconds: wall time by stage [s].
@@ -148,8 +153,8 @@ def warm_start(
 ) -> WarmStart:
     """Train ``model`` in place on made sums until its sampled reward reaches ``target_reward``.
 
-    It stops by reward, never by time, so the result depends on the seed and the number of
-    threads (which changes the rounding) and not on how busy the machine is.
+    It stops by reward, never by time, and computes in one thread (the number of threads changes
+    the rounding), so on one kind of CPU the result depends on the seed alone.
 
     Args:
         model: the policy, fp32.
@@ -177,28 +182,28 @@ def warm_start(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     model.train()
     reward = 0.0
-    for step in range(1, step_budget + 1):
-        loss = _supervised_loss(model, tokenizer, [_draw_outside(rng, excluded) for _ in range(batch_size)])
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % measure_every == 0:
-            reward = measure_reward(model, tokenizer, problems, seed)
-            if on_progress is not None:
-                on_progress(f"warm start: step {step}, reward {reward:.2f} of {target_reward:.2f}")
-            if reward >= target_reward:
-                return WarmStart(step, reward)
+    with _one_thread():
+        for step in range(1, step_budget + 1):
+            examples = [_draw_outside(rng, excluded) for _ in range(batch_size)]
+            loss = _supervised_loss(model, tokenizer, examples, [_demonstrate(rng, example) for example in examples])
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            if step % measure_every == 0:
+                reward = measure_reward(model, tokenizer, problems, seed)
+                if on_progress is not None:
+                    on_progress(f"warm start: step {step}, reward {reward:.2f} of {target_reward:.2f}")
+                if reward >= target_reward:
+                    return WarmStart(step, reward)
     raise WarmStartError(
         f"warm start: reward {reward:.3f} after {step_budget} steps, target {target_reward}; "
         "raise step_budget, lower target_reward, or take another seed"
     )
 
 
-def prepare(
-    out_dir: str | Path, seed: int = 1, on_progress: Callable[[str], None] | None = None
-) -> PreparedJob:
+def prepare(out_dir: str | Path, seed: int = 1, on_progress: Callable[[str], None] | None = None) -> PreparedJob:
     """Make everything the embedded job reads: checkpoint, data, and a record of what was measured.
 
     Writes ``model/``, ``train.parquet``, ``test.parquet`` and ``prepare.json`` (the returned record).
@@ -223,10 +228,8 @@ def prepare(
         tokenizer = build_tokenizer()
         model = build_model(seed)
     with _timed(seconds, "warm_start"):
-        result = warm_start(
-            model, tokenizer, seed, problems=train, exclude=[*train, *test], on_progress=on_progress
-        )
-    with _timed(seconds, "measure"):
+        result = warm_start(model, tokenizer, seed, problems=train, exclude=[*train, *test], on_progress=on_progress)
+    with _timed(seconds, "measure"), _one_thread():
         # Fresh samples: the one that ended the warm start was picked for being high.
         reward = measure_reward(model, tokenizer, train, seed + 1_000_003, responses_per_problem=4)
     low, high = REWARD_WINDOW
@@ -263,6 +266,14 @@ def _draw_outside(rng: random.Random, excluded: set[task.Problem]) -> task.Probl
     return problem
 
 
+def _demonstrate(rng: random.Random, problem: task.Problem) -> str:
+    """What the policy is shown: the solution, or, carelessly, all of it but the last total."""
+    totals = problem.solution.split(",")
+    if len(totals) > 1 and rng.random() < CARELESS:
+        totals.pop()
+    return ",".join(totals)
+
+
 def _encode_prompts(tokenizer: PreTrainedTokenizerFast, problems: Sequence[task.Problem]) -> list[list[int]]:
     texts = tokenizer.apply_chat_template(
         [task.to_messages(problem) for problem in problems], add_generation_prompt=True, tokenize=False
@@ -271,18 +282,31 @@ def _encode_prompts(tokenizer: PreTrainedTokenizerFast, problems: Sequence[task.
 
 
 def _supervised_loss(
-    model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[task.Problem]
+    model: Qwen3MoeForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: Sequence[task.Problem],
+    responses: Sequence[str],
 ) -> torch.Tensor:
     """Mean cross-entropy of the response tokens, end token included [nats]."""
     prompts = _encode_prompts(tokenizer, problems)
-    solutions = tokenizer([problem.solution for problem in problems], add_special_tokens=False)["input_ids"]
-    ids = [prompt + solution + [tokenizer.eos_token_id] for prompt, solution in zip(prompts, solutions, strict=True)]
+    answers = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
+    ids = [prompt + answer + [tokenizer.eos_token_id] for prompt, answer in zip(prompts, answers, strict=True)]
     batch = tokenizer.pad({"input_ids": ids}, padding_side="right", return_tensors="pt")
     length = torch.tensor([[len(prompt)] for prompt in prompts])
     is_response = (torch.arange(batch["input_ids"].shape[1]) >= length) & batch["attention_mask"].bool()
     labels = batch["input_ids"].masked_fill(~is_response, -100)
     logits = model(**batch).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager
