@@ -9,7 +9,7 @@ import pytest
 from verl_sat import _compat
 from verl_sat.config import SATConfig
 from verl_sat.embedded import quickstart
-from verl_sat.embedded.rollout import ServerSettings
+from verl_sat.embedded.rollout_settings import ServerSettings
 from verl_sat.metrics import SAT_METRICS
 
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,8 @@ from verl.workers.config import RolloutConfig
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from verl_sat.embedded.model import build_model, build_tokenizer, save
-from verl_sat.embedded.rollout import HFServer, HFServerAdapter, ServerSettings, fuse_expert_weights
+from verl_sat.embedded.rollout import HFServer, HFServerAdapter, fuse_expert_weights
+from verl_sat.embedded.rollout_settings import ServerSettings
 
 PROMPT = [1, 5, 9, 12]
 

@@ -216,6 +216,8 @@ SAT = "actor_rollout_ref.actor.policy_loss.sat"
         (["actor_rollout_ref.actor.no_such_key=1"], ["no_such_key"]),
         (["trainer.v1.sampler.max_off_policy_threshold=8"], ["max_off_policy_threshold", "8"]),
         (["algorithm.filter_groups.enable=True"], ["filter_groups"]),
+        (["actor_rollout_ref.rollout.dtype=float16"], ["rollout.dtype='float16'", "bfloat16"]),
+        (["actor_rollout_ref.rollout.custom.token_delay_s=-1"], ["rollout.custom.token_delay_s=-1"]),
         (["--lag", "-1"], ["--lag"]),
         (["--lag-kind", "steady"], ["--lag-kind"]),
     ],

@@ -97,6 +97,7 @@ def run(checkout: Path, installed: Path, put_in: str | None, files: Iterable[str
     command = [sys.executable, str(PLUGIN), str(checkout), str(installed), str(report), put_in or "-", *files]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "VERL_USE_EXTERNAL_PLUGINS": "verl_sat"}
     environment.pop("PYTHONPATH", None)
+    environment.pop("RAY_ADDRESS", None)  # a Ray of its own, nobody's cluster
     environment.setdefault("OMP_NUM_THREADS", "1")
     return subprocess.run(command, cwd=work, env=environment).returncode
 
@@ -105,7 +106,7 @@ def table(lines: Iterable[dict[str, str]]) -> str:
     """The closing table.
 
     Args:
-        lines: outcomes: file, test, outcome, with.
+        lines: one per test: file, test, outcome (passed, failed, skipped, absent), with.
     Returns:
         A row per file and what it ran with, and below a row with something of ours the tests by name.
     """
@@ -114,7 +115,8 @@ def table(lines: Iterable[dict[str, str]]) -> str:
     for line in lines:
         key = (line["file"], line["with"])
         counts[key][line["outcome"]] += 1
-        names[key][line["test"].rpartition("::")[2].partition("[")[0]] = None
+        name = line["test"].rpartition("::")[2].partition("[")[0]
+        names[key][name + (": not in this checkout" if line["outcome"] == "absent" else "")] = None
     width = max([len(file) for file, _ in counts] + [4])
     rows = [f"{'file':<{width}}  passed  failed  skipped  with"]
     for (file, what), count in counts.items():
@@ -154,6 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
         (work / "verl").symlink_to(installed)
         for put_in, files in wanted.items():
             present = [file for file in files if file not in absent]
+            print(f"\n--- {'with ' + put_in if put_in else 'as they are'}: {len(present)} files", flush=True)
             statuses.append(run(checkout, installed, put_in, present, report, work) if present else 5)
         lines = [json.loads(line) for line in report.read_text().splitlines()]
 
@@ -164,8 +167,12 @@ def main(arguments: list[str] | None = None) -> int:
     by_name = tests_by_loss_name(checkout)
     print(f"\nTests in this checkout that look losses up by name: {', '.join(by_name) if by_name else 'none'}.")
     if not by_name:
-        print("So none is generic over loss names: the rows with our losses are tests that call one of verl's losses")
-        print("directly and assert what every loss must keep, with ours put there (tests/upstream_plugin.py).")
+        print(
+            "So none is generic over loss names. The rows with something of ours are tests that name a loss, a config"
+        )
+        print(
+            "or a buffer of verl's and assert what ours must keep too; tests/upstream_plugin.py says what went where."
+        )
     return next((status for status in statuses if status), 0)
 
 

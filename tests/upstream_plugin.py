@@ -96,10 +96,10 @@ def loss_for_value_loss(module: ModuleType, patch: pytest.MonkeyPatch, name: str
     depend on the split into micro-batches or ranks) holds for every loss that aggregates as verl does, as long as no
     statistic is taken per micro-batch: hence ``kernel=none``.
     """
+    import torch
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig
 
-    import torch
     from verl_sat.config import SATPolicyLossConfig
 
     def loss(
@@ -288,9 +288,20 @@ class Upstream:
             swap = self._swap(item)
             self._with[item.nodeid] = "verl's own" if swap is None else swap.what.format(name=self.put_in)
         if self.put_in is not None:
+            self._report_absent(items)
             out = [item for item in items if self._swap(item) is None]
             items[:] = [item for item in items if self._swap(item) is not None]
             config.hook.pytest_deselected(items=out)
+
+    def _report_absent(self, items: list[pytest.Item]) -> None:
+        """A test that a swap names and this checkout does not have is said, not skipped in silence."""
+        found = {(self._file(item.path), getattr(item, "originalname", None) or item.name) for item in items}
+        for swap in swaps_of(self.put_in):
+            for test in swap.tests:
+                if (swap.file, test) not in found:
+                    nodeid = f"{swap.file}::{test}"
+                    self._with[nodeid] = swap.what.format(name=self.put_in)
+                    self._write(nodeid, "absent")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
@@ -351,7 +362,7 @@ def main(arguments: list[str]) -> int:
                     "-pno:cacheprovider",  # nothing is written into the checkout
                     "-Wignore",
                     "--timeout=120",
-                    "-v" if put_in != "-" else "-q",
+                    "-q",
                     *(str(Path(checkout, file)) for file in files),
                 ],
                 plugins=[plugin],

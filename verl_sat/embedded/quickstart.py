@@ -25,6 +25,7 @@ from rich.console import Console
 
 from verl_sat.embedded import lag, summary
 from verl_sat.embedded.progress import ProgressView, RunLog
+from verl_sat.embedded.rollout_settings import check_rollout_config
 
 SAT_GROUPS = {"sat_grpo": "grpo", "sat_gspo": "gspo"}
 SEQUENCE_LOSSES = {"gspo"}  # verl's own losses that want a sequence-level aggregation
@@ -141,6 +142,8 @@ def compose_config(overrides: list[str]):
             )
         omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        if config.actor_rollout_ref.rollout.name == "hf":
+            check_rollout_config(config.actor_rollout_ref.rollout)
     except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
         raise QuickstartError(_root_cause(error)) from error
     return config, [finding for finding in preflight.check(config) if finding.level == "warning"], OmegaConf
@@ -193,9 +196,11 @@ class Job:
 def prepare_job(out: Path, seed: int, on_progress: Callable[[str], None]):
     """Model, data and reward under ``out/job``, made anew for every run."""
     import torch
+    from transformers.utils import logging as transformers_logging
 
     from verl_sat.embedded.warm_start import WarmStartError, prepare
 
+    transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)  # the rounding, and with it the warm start, depends on the number of threads
     try:
         return prepare(out / "job", seed=seed, on_progress=on_progress)
@@ -262,7 +267,8 @@ def run(settings: Settings) -> int:
     summary.print_table(console, result, out)
     if status == "failed":
         reason = log.failure_reason()
-        console.print(f"[bold red]verl failed[/] (exit status {returncode}): {reason}\nFull log: {child.log_path}")
+        console.print(f"[bold red]verl failed[/] (exit status {returncode}), the whole log is {child.log_path}")
+        console.print(reason, markup=False, soft_wrap=True)
     return returncode
 
 

@@ -12,7 +12,7 @@ Three parts, as verl's other backends have them (`verl/workers/rollout/replica.p
 Keys of ``actor_rollout_ref.rollout`` that it reads: ``dtype`` (``float32`` or ``bfloat16``), ``seed``,
 ``max_num_seqs`` (largest batch), ``response_length``, ``prompt_length``, ``max_model_len``,
 ``ignore_eos``, ``logprobs_mode`` and, under ``custom``, ``gather_window_s`` and ``token_delay_s``
-(see :class:`ServerSettings`). No prefix cache is kept between batches, so new weights never meet old
+(see `rollout_settings.py`). No prefix cache is kept between batches, so new weights never meet old
 keys and values.
 """
 
@@ -26,7 +26,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -36,42 +36,10 @@ from verl.single_controller.ray import RayClassWithInitArgs
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
+from verl_sat.embedded.rollout_settings import check_rollout_config
 from verl_sat.embedded.sampling import Completion, Request, SamplingSettings, request_seed, sample_batch
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """Settings of this server alone: ``actor_rollout_ref.rollout.custom.<name>``.
-
-    Attributes:
-        gather_window_s: a batch starts once no request has arrived for this long [s], so that
-            requests sent together are sampled together, whatever the order of arrival.
-        token_delay_s: artificial slowness, added before each token of a batch [s].
-    """
-
-    gather_window_s: float = 0.03
-    token_delay_s: float = 0.0
-
-    @classmethod
-    def from_custom(cls, custom: Mapping[str, Any] | None) -> ServerSettings:
-        """Validate ``rollout.custom``.
-
-        Raises:
-            ValueError: for an unknown key or a value that is not a number >= 0.
-        """
-        custom = dict(custom or {})
-        known = [f.name for f in fields(cls)]
-        for key, value in custom.items():
-            full = f"actor_rollout_ref.rollout.custom.{key}"
-            if key not in known:
-                raise ValueError(f"{full}: unknown key; the hf rollout knows {known}")
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-                raise ValueError(f"{full}={value!r}: expected seconds >= 0")
-        return cls(**{key: float(value) for key, value in custom.items()})
 
 
 def server_name(replica_rank: int) -> str:
@@ -121,21 +89,14 @@ class HFServer:
     """
 
     def __init__(self, config: Any, model_path: str, replica_rank: int = 0) -> None:
-        if config.dtype not in _DTYPES:
-            raise ValueError(f"actor_rollout_ref.rollout.dtype={config.dtype!r}: the hf rollout takes {list(_DTYPES)}")
-        if config.logprobs_mode not in ("processed_logprobs", "raw_logprobs"):
-            raise ValueError(
-                f"actor_rollout_ref.rollout.logprobs_mode={config.logprobs_mode!r}: "
-                "the hf rollout takes processed_logprobs or raw_logprobs"
-            )
         self.config = config
-        self.settings = ServerSettings.from_custom(config.custom)
+        self.settings = check_rollout_config(config)
         self.replica_rank = replica_rank
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         self.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=_DTYPES[config.dtype], attn_implementation="sdpa"
+            model_path, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
         ).eval()
         eos = self.model.generation_config.eos_token_id
         eos_ids = {tokenizer.eos_token_id} | set(eos if isinstance(eos, list) else [eos])

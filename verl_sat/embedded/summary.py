@@ -175,4 +175,5 @@ def print_table(console: Console, summary: Mapping[str, Any], out: Path) -> None
     console.print(table)
     for warning in summary["warnings"]:
         console.print(warning, style="yellow", markup=False, soft_wrap=True)
-    console.print(f"written: {out}/metrics.jsonl, config.yaml, summary.json, command.sh, verl.log", soft_wrap=True)
+    files = ("summary.json", "metrics.jsonl", "config.yaml", "command.sh", "verl.log")
+    console.print(f"in {out}: {', '.join(name for name in files if (out / name).exists())}", soft_wrap=True)

@@ -144,7 +144,7 @@ def write_parquet(path: str | Path, problems: Sequence[Problem], split: str) -> 
 def parse_answer(solution_str: str) -> int | None:
     """Read the number after the last comma (or equals sign), spaces aside; None if there is none."""
     last = re.split(r"[,=]", solution_str)[-1].strip(" ")
-    # ASCII digits only, and a bounded number of them: int() would accept digits of any script and refuse very long ones.
+    # ASCII digits only, and not too many: int() takes digits of any script, and refuses very long numbers.
     return int(last) if _ANSWER.fullmatch(last) else None
 
 

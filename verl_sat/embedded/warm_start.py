@@ -4,7 +4,7 @@ RL from random weights would see no reward. Some seconds of supervised training 
 bring the sampled reward to 0.35 or a little more, where most groups of responses hold both
 right and wrong ones and the policy gradient has something to say.
 
-The demonstrations are careless on purpose: four in ten of the longer ones leave the last
+The demonstrations are careless on purpose: a third of the longer ones leave the last
 total out. The policy copies the habit, and RL has two things to teach it: not to stop early,
 which it learns within tens of steps, and to add, which takes longer.
 
@@ -31,7 +31,7 @@ from verl_sat.embedded.model import build_model, build_tokenizer, save
 
 TARGET_REWARD = 0.35
 REWARD_WINDOW = (0.2, 0.7)
-CARELESS = 0.4  # share of the demonstrations of three or more terms that stop one total short
+CARELESS = 1 / 3  # share of the demonstrations of three or more terms that stop one total short
 LEARNING_RATE = 2e-4  # recommended for the RL that follows, constant
 
 
@@ -146,8 +146,8 @@ def warm_start(
     exclude: Sequence[task.Problem] = (),
     target_reward: float = TARGET_REWARD,
     step_budget: int = 600,
-    batch_size: int = 64,
-    learning_rate: float = 4e-3,
+    batch_size: int = 48,
+    learning_rate: float = 3e-3,
     measure_every: int = 10,
     on_progress: Callable[[str], None] | None = None,
 ) -> WarmStart:
