@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils import logging as hf_logging
 
 PAD_TOKEN = "<|endoftext|>"
 BOS_TOKEN = "<|im_start|>"
@@ -135,6 +136,13 @@ def save(directory: str | Path, model: Qwen3MoeForCausalLM, tokenizer: PreTraine
     """
     directory = Path(directory).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(directory)
+    # One small shard: a progress bar would only disturb the caller's own display.
+    shows_progress = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        model.save_pretrained(directory)
+    finally:
+        if shows_progress:
+            hf_logging.enable_progress_bar()
     tokenizer.save_pretrained(directory)
     return directory
