@@ -21,7 +21,7 @@ from omegaconf import OmegaConf, open_dict
 from verl.trainer.ppo import core_algos
 from verl.utils import config as verl_config
 
-from verl_sat import _compat, preflight
+from verl_sat import _compat, preflight, preflight_rules
 
 VERL = Path(verl.__file__).parent
 SHIPPED = {
@@ -137,7 +137,7 @@ def test_a_rule_that_breaks_is_said_once_and_stops_nothing(monkeypatch, caplog):
     def broken(job):
         raise KeyError("surprise")
 
-    monkeypatch.setattr(preflight, "_RULES", (broken, preflight._gspo_aggregation))
+    monkeypatch.setattr(preflight, "RULES", (broken, preflight_rules._gspo_aggregation))
     config = async_job("gspo", {"actor_rollout_ref.actor.loss_agg_mode": "token-mean"})
     preflight.run(config)
     preflight.run(config)
