@@ -10,7 +10,7 @@
 #                               [--out DIR] [hydra overrides of verl's configuration ...]
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." > /dev/null && pwd)"
 source "$root/tests/environment.sh"
 ensure_environment "$root"
 exec "$root/.venv/bin/python" -m verl_sat.embedded.quickstart "$@"

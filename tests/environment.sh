@@ -15,7 +15,7 @@ ensure_environment() {
         echo "error: Python 3.10 or newer is needed; set PYTHON to one" >&2
         return 1
     }
-    [ -x "$root/.venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$root/.venv"
+    [ -x "$root/.venv/bin/pip" ] || "${PYTHON:-python3}" -m venv "$root/.venv"
     # torch by itself first: the exact version keeps every later range from choosing another build
     "$root/.venv/bin/pip" install --quiet --disable-pip-version-check "torch==2.13.0" \
         && "$root/.venv/bin/pip" install --quiet --disable-pip-version-check --editable "$root[cpu,report,test]" \

@@ -8,7 +8,7 @@
 #   tests/run.sh [pytest arguments]  passed on
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." > /dev/null && pwd)"
 source "$root/tests/environment.sh"
 
 markers=(-m "not long")

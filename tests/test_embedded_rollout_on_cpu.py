@@ -27,6 +27,7 @@ def make_config(**changes):
         response_length=12,
         max_num_seqs=64,
         ignore_eos=True,
+        tensor_model_parallel_size=1,
         logprobs_mode="processed_logprobs",
         custom={"gather_window_s": 0.01},
     )
@@ -175,6 +176,58 @@ def test_resume_after_abort_through_verls_client_budget(model_path):
     assert len(drive(model_path, scenario).token_ids) == 10
 
 
+def test_two_replicas_do_not_repeat_each_other(model_path):
+    async def first_of(rank):
+        server = HFServer(make_config(), model_path, replica_rank=rank)
+        await server.ready()
+        try:
+            return (await ask(server)).token_ids
+        finally:
+            server._loop_task.cancel()
+
+    assert asyncio.run(first_of(0)) != asyncio.run(first_of(1))
+
+
+def test_a_caller_that_went_away_does_not_stop_the_others(model_path):
+    async def scenario(server):
+        gone = asyncio.create_task(ask(server, [10_000]))  # its batch will fail
+        while server._idle.is_set():
+            await asyncio.sleep(0.001)
+        gone.cancel()
+        return await ask(server)
+
+    assert drive(model_path, scenario).stop_reason == "completed"
+
+
+def test_nobody_waits_for_a_sampling_loop_that_is_gone(model_path):
+    async def scenario(server):
+        def broken():
+            raise ZeroDivisionError("broken")
+
+        server._take_batch = broken
+        with pytest.raises(RuntimeError, match="sampling loop .* ended.*ZeroDivisionError"):
+            await ask(server)
+        with pytest.raises(RuntimeError, match="sampling loop"):
+            await ask(server)
+
+    drive(model_path, scenario)
+
+
+def test_a_gate_that_opens_and_closes_at_once_stays_closed(model_path):
+    async def scenario(server):
+        await server.abort_all_requests()
+        waiting = asyncio.create_task(ask(server))
+        await asyncio.sleep(0.05)
+        await asyncio.gather(server.resume_generation(), server.abort_all_requests())
+        await asyncio.sleep(0.1)
+        await server.load_weights(dict(server.model.state_dict()), global_steps=1)  # nothing may be running
+        assert not waiting.done()
+        await server.resume_generation()
+        return await waiting
+
+    assert drive(model_path, scenario).extra_fields["global_steps"] == 1
+
+
 def test_a_failing_batch_fails_its_callers_and_not_the_server(model_path):
     async def scenario(server):
         with pytest.raises(Exception, match="index out of range"):
@@ -208,6 +261,9 @@ def test_what_the_server_cannot_do_is_refused(model_path, kwargs, message):
         ({"custom": {"gather_window": 1}}, "rollout.custom.gather_window: unknown"),
         ({"custom": {"token_delay_s": -1}}, "rollout.custom.token_delay_s=-1"),
         ({"custom": {"token_delay_s": True}}, "rollout.custom.token_delay_s=True"),
+        ({"custom": {"token_delay_s": float("inf")}}, "rollout.custom.token_delay_s=inf"),
+        ({"custom": 5}, "rollout.custom=5"),
+        ({"tensor_model_parallel_size": 2}, "rollout.tensor_model_parallel_size=2"),
     ],
 )
 def test_bad_settings_name_their_key(model_path, changes, message):

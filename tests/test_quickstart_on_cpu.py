@@ -13,6 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_sat.embedded import lag, summary
+from verl_sat.embedded import quickstart as quickstart_module
 from verl_sat.embedded.progress import RunLog
 
 SCHEMA = {
@@ -107,11 +108,16 @@ class _Settings:
     lag, lag_kind, loss, steps, seed, overrides = 2, "constant", "sat_grpo", 5, 7, ("a.b=1",)
 
 
-def make_config(with_sat=True):
+def make_config(with_sat=True, sync_step=1, warmup=2, epochs=1):
     policy_loss = {"loss_mode": "sat_grpo", **({"sat": {"quantile": 0.9}} if with_sat else {})}
     actor = {"policy_loss": policy_loss, "loss_agg_mode": "token-mean", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+    actor["ppo_epochs"] = epochs
     correction = {"rollout_correction": {"bypass_mode": True}}
-    return OmegaConf.create({"actor_rollout_ref": {"actor": actor}, "algorithm": correction})
+    trainer = {
+        "total_training_steps": 25,
+        "v1": {"separate_async": {"parameter_sync_step": sync_step, "num_warmup_batches": warmup}},
+    }
+    return OmegaConf.create({"actor_rollout_ref": {"actor": actor}, "algorithm": correction, "trainer": trainer})
 
 
 def make_records(rewards, versions):
@@ -159,6 +165,45 @@ def test_summary_measures_the_lag_after_the_ramp_and_the_reward_at_both_ends():
     assert result["reward"]["first"] == pytest.approx(sum(rewards[:10]) / 10)
     assert result["reward"]["last"] == pytest.approx(sum(rewards[-10:]) / 10)
     assert result["warnings"] == ["w"]
+
+
+def test_summary_reads_lag_and_steps_from_the_configuration_that_ran():
+    # Overrides on the command line may differ from --lag and --steps.
+    result = build(make_records([0.1] * 3, [0.0] * 3), config=make_config(sync_step=2, warmup=1, epochs=2))
+    configured = result["lag"]["configured"]
+    assert configured == {"versions": 1, "updates": 4, "updates_oldest": 7, "ramp_steps": 1}
+    assert result["steps"] == {"requested": 25, "completed": 3}
+
+
+def test_summary_of_a_resumed_run_counts_steps_by_their_label():
+    resumed = [{**record, "step": record["step"] + 10} for record in make_records([0.1] * 3, [2.0] * 3)]
+    result = build(resumed)
+    assert result["steps"]["completed"] == 13
+    assert result["lag"]["achieved"]["steps_measured"] == 3  # the ramp was over before the resume
+
+
+def test_summary_writes_null_for_what_json_has_no_word_for(tmp_path):
+    config = make_config()
+    config.actor_rollout_ref.actor.clip_ratio_high = float("inf")
+    summary.write(build(make_records([0.1], [0.0]), config=config), tmp_path / "summary.json")
+    assert json.loads((tmp_path / "summary.json").read_text())["loss"]["clip_ratio_high"] is None
+
+
+@pytest.mark.parametrize("name", ["a=b,c d", "mü(1)[x]{y}~#", "it's", "${x}", "1e5", "null", 'q"q'])
+def test_a_folder_of_any_name_reaches_the_configuration(tmp_path, name):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    (override,) = OverridesParser.create().parse_overrides([f"x={quickstart_module.quoted(name)}"])
+    assert OmegaConf.create({"x": override.value()}).x == name
+
+
+def test_a_resume_keeps_the_lines_that_verls_logger_would_cut(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("first\n")
+    quickstart_module.make_room(tmp_path, resuming=True)
+    (tmp_path / "metrics.jsonl").write_text("second\n")
+    quickstart_module.make_room(tmp_path, resuming=True)
+    assert (tmp_path / "metrics.previous.jsonl").read_text() == "first\nsecond\n"
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_summary_of_a_run_that_never_trained_has_nulls_not_zeros(tmp_path):
@@ -218,6 +263,10 @@ SAT = "actor_rollout_ref.actor.policy_loss.sat"
         (["algorithm.filter_groups.enable=True"], ["filter_groups"]),
         (["actor_rollout_ref.rollout.dtype=float16"], ["rollout.dtype='float16'", "bfloat16"]),
         (["actor_rollout_ref.rollout.custom.token_delay_s=-1"], ["rollout.custom.token_delay_s=-1"]),
+        (["foo[bold]=1"], ["foo[bold]=1"]),
+        (["trainer.n_gpus_per_node=2"], ["ppo_micro_batch_size_per_gpu", "64"]),
+        (["data.train_batch_size=8"], ["data.train_batch_size=8", "16"]),
+        (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], ["tensor_model_parallel_size=2"]),
         (["--lag", "-1"], ["--lag"]),
         (["--lag-kind", "steady"], ["--lag-kind"]),
     ],
@@ -230,7 +279,14 @@ def test_a_mistake_is_one_readable_error_that_names_the_key(tmp_path, arguments,
     flat = " ".join(text.replace("│", " ").split())
     for word in words:
         assert word in flat, text
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run").exists()  # and nothing of an earlier run would have been touched
+
+
+def test_an_output_folder_that_cannot_be_made_is_said_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = quickstart("--out", tmp_path / "file" / "run")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "--out" in done.stdout
 
 
 # ---- real runs
@@ -267,6 +323,7 @@ def test_broadcast_lag_is_one_version_and_L_to_2L_minus_1_updates_in_decoupled_m
     done = quickstart(
         *("--lag", 2, "--lag-kind", "broadcast", "--loss", "vanilla", "--steps", 3, "--out", tmp_path),
         "algorithm.rollout_correction.bypass_mode=False",
+        "actor_rollout_ref.actor.use_kl_loss=True",  # a reference worker, forward only
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines, result = read_run(tmp_path)
@@ -303,7 +360,8 @@ def test_achieved_lag_is_measured_not_echoed(tmp_path):
 
 
 @pytest.mark.embedded
-def test_ctrl_c_ends_everything_and_still_writes_a_summary(tmp_path):
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_everything_and_still_writes_a_summary(tmp_path, sent, status):
     process = subprocess.Popen(
         [sys.executable, "-m", "verl_sat.embedded.quickstart", "--lag", "1", "--steps", "500", "--out", str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -317,9 +375,9 @@ def test_ctrl_c_ends_everything_and_still_writes_a_summary(tmp_path):
         time.sleep(0.5)
     children = running_with(str(tmp_path))
     assert children  # verl's driver names the folder in its command line
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     output, _ = process.communicate(timeout=90)
-    assert process.returncode == 130, output
+    assert process.returncode == status, output
     assert "Traceback" not in output
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
     time.sleep(3)

@@ -133,6 +133,8 @@ def test_generation_that_always_fails_stops_the_job(monkeypatch):
             submit([uid], step=1)
             finish(uid, 0, status="failure", sessions=())
 
+    submit(["older"], step=1)
+    finish("older", 0)  # with a lag above 1 there are always some
     refill(2)
     with pytest.raises(RuntimeError, match="failed to generate"):
         make_sampler(refill_fn=refill).sample(global_steps=1, partition_id="train", batch_size=2)

@@ -194,6 +194,21 @@ def _snapshot_by_copy(original: Callable[..., Any]) -> Callable[..., Any]:
     return fsdp2_sharded_save_to_cpu
 
 
+def _offload_without_pinning(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the policy without pinned memory, which only a process with an accelerator can allocate."""
+
+    def cpu_offload_policy(pin_memory: bool = False) -> Any:
+        return original(pin_memory=False)
+
+    return cpu_offload_policy
+
+
+def _takes_pin_memory(original: Callable[..., Any]) -> None:
+    """parameters `pin_memory`."""
+    where = "verl.workers.engine.fsdp.transformer_impl:CPUOffloadPolicy"
+    require_parameters(original, ("pin_memory",), where)
+
+
 LEDGER: list[Patch] = [
     Patch(
         name="preflight",
@@ -251,6 +266,17 @@ LEDGER: list[Patch] = [
         why="decoupled mode with several updates per version saves and restores the weights; of weights on the CPU the "
         "snapshot is the weights themselves, restoring does nothing and `actor/ppo_kl` is exactly 0",
         remove_when="verl clones the shards that it saves",
+    ),
+    Patch(
+        name="cpu_offload",
+        target="verl.workers.engine.fsdp.transformer_impl:CPUOffloadPolicy",
+        parameters=None,
+        guard=_takes_pin_memory,
+        wrap=_offload_without_pinning,
+        active=cpu_profile,
+        why="verl's forward-only engine (the reference of a KL loss) asks for pinned memory, which torch refuses in a "
+        "process without an accelerator",
+        remove_when="verl pins memory only where there is an accelerator",
     ),
 ]
 

@@ -84,12 +84,16 @@ class ExactLagReplayBuffer(ReplayBufferAsync):
         super().__init__(trainer_mode=trainer_mode, trainer_config=trainer_config, sampler_kwargs=options, **kwargs)
         self._warned = False
         self._failed_in_a_row = 0
+        self._seen_finished: set[str] = set()
 
     def _evict_terminal_groups(
         self, global_steps: int, partition_id: str, eviction_reasons: tuple[set[str], set[str], set[str], Counter]
     ) -> tuple[set[str], int, int, dict]:
         failed = len(eviction_reasons[2])
-        self._failed_in_a_row = 0 if self.finished_keys[partition_id] else self._failed_in_a_row + failed
+        finished = set(self.finished_keys[partition_id])
+        # Older batches may wait here, finished long ago: only a group that finished since the last look is a success.
+        self._failed_in_a_row = 0 if finished - self._seen_finished else self._failed_in_a_row + failed
+        self._seen_finished = finished
         if self._failed_in_a_row > MAX_FAILED_IN_A_ROW:
             raise RuntimeError(
                 f"verl-sat: {self._failed_in_a_row} groups in a row failed to generate and none succeeded; the reason "

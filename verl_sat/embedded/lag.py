@@ -13,6 +13,7 @@ Lag 0 is K=1, W=0 in both: generate, then train, on-policy.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 MINI_BATCH_PROMPTS = 16
 
@@ -23,6 +24,13 @@ class LagPlan:
 
     parameter_sync_step: int
     num_warmup_batches: int
+    updates_per_batch: int = 1  # more with several epochs
+
+    @classmethod
+    def from_config(cls, config: Any) -> LagPlan:
+        """K and W as they stand in verl's composed configuration, after all overrides."""
+        mode = config.trainer.v1.separate_async
+        return cls(mode.parameter_sync_step, mode.num_warmup_batches, config.actor_rollout_ref.actor.ppo_epochs)
 
     @property
     def versions(self) -> int:
@@ -31,9 +39,10 @@ class LagPlan:
 
     @property
     def updates(self) -> tuple[int, int]:
-        """Smallest and largest lag in optimizer updates."""
-        start = self.num_warmup_batches * self.parameter_sync_step
-        return start, start + self.parameter_sync_step - 1
+        """Smallest and largest lag in optimizer updates (the trainer's metric averages over a batch's epochs)."""
+        per_version = self.parameter_sync_step * self.updates_per_batch
+        start = self.num_warmup_batches * per_version
+        return start, start + per_version - 1
 
     @property
     def ramp_steps(self) -> int:

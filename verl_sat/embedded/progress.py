@@ -45,7 +45,8 @@ class RunLog:
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             for line in lines:
                 self.records.append(json.loads(line))
-                self.first_step_at = self.first_step_at or time.monotonic()
+                if self.first_step_at is None and "actor/pg_loss" in self.records[-1]["data"]:
+                    self.first_step_at = time.monotonic()
         if not self.records:
             self.stage = self._milestone()
         return self
@@ -87,7 +88,7 @@ def _show(value: float | None, digits: int = 3) -> str:
 class ProgressView:
     """A progress bar on a terminal, a line per step elsewhere (a log file, CI)."""
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(self, console: Console, steps: int = 0) -> None:
         self.console = console
         self.steps = steps
         self._shown = 0

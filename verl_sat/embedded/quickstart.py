@@ -28,6 +28,7 @@ from verl_sat.embedded.progress import ProgressView, RunLog
 from verl_sat.embedded.rollout_settings import check_rollout_config
 
 SAT_GROUPS = {"sat_grpo": "grpo", "sat_gspo": "gspo"}
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SEQUENCE_LOSSES = {"gspo"}  # verl's own losses that want a sequence-level aggregation
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -58,6 +59,12 @@ class Settings:
     overrides: tuple[str, ...]
 
 
+def quoted(value: object) -> str:
+    """A value as a Hydra string, whatever is in it: a path may hold ``=``, ``,`` or a blank."""
+    text = str(value).replace("'", "\\'").replace("${", "\\${")
+    return f"'{text}'"
+
+
 def build_overrides(settings: Settings, job: object) -> list[str]:
     """Hydra overrides of ``verl.trainer.main_ppo`` for these settings, the user's own last."""
     actor = "actor_rollout_ref.actor"
@@ -72,32 +79,31 @@ def build_overrides(settings: Settings, job: object) -> list[str]:
         if settings.loss in SEQUENCE_LOSSES:
             overrides.append(f"{actor}.loss_agg_mode=seq-mean-token-mean")
     overrides += [
-        f"actor_rollout_ref.model.path={job.model_path}",
-        f"data.train_files={job.train_file}",
-        f"data.val_files={job.test_file}",
+        f"actor_rollout_ref.model.path={quoted(job.model_path)}",
+        f"data.train_files={quoted(job.train_file)}",
+        f"data.val_files={quoted(job.test_file)}",
         f"data.max_prompt_length={job.max_prompt_length}",
         f"data.max_response_length={job.max_response_length}",
-        f"reward.custom_reward_function.path={job.reward_file}",
+        f"reward.custom_reward_function.path={quoted(job.reward_file)}",
         f"reward.custom_reward_function.name={job.reward_name}",
         f"{actor}.optim.lr={job.learning_rate}",
         f"trainer.total_training_steps={settings.steps}",
         "trainer.project_name=verl-sat",
-        f"trainer.experiment_name={settings.out.name}",
-        f"trainer.default_local_dir={settings.out / 'checkpoints'}",
+        f"trainer.experiment_name={quoted(settings.out.name)}",
+        f"trainer.default_local_dir={quoted(settings.out / 'checkpoints')}",
         f"data.seed={settings.seed}",
         f"{actor}.data_loader_seed={settings.seed}",
         f"actor_rollout_ref.rollout.seed={settings.seed}",
         *lag.overrides(settings.lag_kind, settings.lag),
-        f"hydra.run.dir={settings.out / 'hydra'}",
+        f"hydra.run.dir={quoted(settings.out / 'hydra')}",
         *settings.overrides,
     ]
     return overrides
 
 
-def child_environment(out: Path) -> dict[str, str]:
-    """Environment of verl's processes; Ray hands it on to the workers that it starts on this machine."""
+def own_environment(out: Path) -> dict[str, str]:
+    """What verl's processes need in the environment; Ray hands it on to the workers that it starts here."""
     return {
-        **os.environ,
         "VERL_PLATFORM": "cpu",
         "VERL_USE_EXTERNAL_PLUGINS": "verl_sat",
         # verl 0.9.1 passes print's `flush` to logger.info in separate_async without a hybrid engine: at INFO
@@ -106,6 +112,7 @@ def child_environment(out: Path) -> dict[str, str]:
         "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
         "OMP_NUM_THREADS": "1",  # two processes compute at a time, and results do not depend on the core count
         "PYTHONUNBUFFERED": "1",
+        "RAY_ADDRESS": "local",  # a Ray of its own, never a cluster that happens to run
         "RAY_USAGE_STATS_ENABLED": "0",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
@@ -118,7 +125,7 @@ def compose_config(overrides: list[str]):
     Raises:
         QuickstartError: Hydra cannot compose it, the preflight refuses it, or a field is invalid.
     """
-    os.environ.update({key: child_environment(Path("."))[key] for key in ("VERL_PLATFORM", "VERL_LOGGING_LEVEL")})
+    os.environ.update({key: own_environment(Path("."))[key] for key in ("VERL_PLATFORM", "VERL_LOGGING_LEVEL")})
     import verl.trainer
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
@@ -142,11 +149,35 @@ def compose_config(overrides: list[str]):
             )
         omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-        if config.actor_rollout_ref.rollout.name == "hf":
-            check_rollout_config(config.actor_rollout_ref.rollout)
-    except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
+        _check_sizes(config)
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
         raise QuickstartError(_root_cause(error)) from error
     return config, [finding for finding in preflight.check(config) if finding.level == "warning"], OmegaConf
+
+
+def _check_sizes(config) -> None:
+    """What verl or the rollout would refuse minutes later.
+
+    Raises:
+        ValueError: naming the key to change.
+    """
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if rollout.name == "hf":
+        check_rollout_config(rollout)
+        if config.actor_rollout_ref.hybrid_engine:
+            raise ValueError("actor_rollout_ref.hybrid_engine=True: the hf rollout runs beside the trainer; set False")
+    sync_step = config.trainer.v1.separate_async.parameter_sync_step
+    if config.data.train_batch_size != sync_step * actor.ppo_mini_batch_size:
+        raise ValueError(
+            f"data.train_batch_size={config.data.train_batch_size}: expected parameter_sync_step * ppo_mini_batch_size "
+            f"= {sync_step * actor.ppo_mini_batch_size}"
+        )
+    per_rank, rest = divmod(actor.ppo_mini_batch_size * rollout.n, config.trainer.n_gpus_per_node)
+    if not actor.use_dynamic_bsz and (rest or per_rank % actor.ppo_micro_batch_size_per_gpu):
+        raise ValueError(
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={actor.ppo_micro_batch_size_per_gpu}: expected a "
+            f"divisor of the {per_rank} responses of a mini-batch on one rank"
+        )
 
 
 def _root_cause(error: BaseException) -> str:
@@ -154,6 +185,18 @@ def _root_cause(error: BaseException) -> str:
     while error.__cause__ is not None and str(error.__cause__):
         error = error.__cause__
     return str(error).strip() or repr(error)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked this process to end."""
+
+    def __init__(self, number: int, _frame: object = None) -> None:
+        super().__init__(number)
+        self.exit_status = 128 + number
+
+
+def _raise_stopped(number: int, frame: object) -> None:
+    raise Stopped(number)
 
 
 class Job:
@@ -168,15 +211,21 @@ class Job:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env=child_environment(out),
+            env={**os.environ, **own_environment(out)},
             start_new_session=True,
         )
 
     def poll(self) -> int | None:
         return self.process.poll()
 
+    def _kill(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # Ray's own processes end with their parent
+
     def stop(self, patience_s: float = 20.0) -> None:
-        """End it as Ctrl-C would, so that Ray stops its workers; then less politely."""
+        """End it as Ctrl-C would, so that Ray stops its workers; then less politely. Impatience kills."""
+        for received in STOP_SIGNALS:
+            signal.signal(received, self._kill)
         for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             if self.process.poll() is not None:
                 break
@@ -208,19 +257,33 @@ def prepare_job(out: Path, seed: int, on_progress: Callable[[str], None]):
         raise QuickstartError(f"{error} (--seed {seed})") from error
 
 
+def make_room(out: Path, resuming: bool) -> None:
+    """Make the folder and clear an earlier run's files; verl's file logger truncates, so a resume keeps the lines."""
+    out.mkdir(parents=True, exist_ok=True)
+    metrics = out / "metrics.jsonl"
+    if resuming and metrics.exists():
+        with (out / "metrics.previous.jsonl").open("ab") as previous:
+            previous.write(metrics.read_bytes())
+    for stale in ("metrics.jsonl", "summary.json", "config.yaml", "command.sh", "verl.log"):
+        (out / stale).unlink(missing_ok=True)
+
+
 def run(settings: Settings) -> int:
     """Run one job from beginning to end; returns the exit status."""
     out = settings.out
-    out.mkdir(parents=True, exist_ok=True)
-    for stale in ("metrics.jsonl", "summary.json", "config.yaml", "verl.log"):
-        (out / stale).unlink(missing_ok=True)
+    for received in STOP_SIGNALS:
+        signal.signal(received, _raise_stopped)
     clock = summary.StageClock()
-    view = ProgressView(console, settings.steps)
+    view = ProgressView(console)
 
-    # Cheap checks first: a wrong key should not cost a warm start.
+    # Cheap checks first: a wrong key should cost neither a warm start nor the results of an earlier run.
     with clock.stage("check"):
         view.stage("checking the configuration")
-        compose_config(build_overrides(settings, _PLACEHOLDER_JOB))
+        config, _, _ = compose_config(build_overrides(settings, _PLACEHOLDER_JOB))
+    try:
+        make_room(out, resuming=config.trainer.resume_mode != "disable")
+    except OSError as error:
+        raise QuickstartError(f"--out {out}: {error.strerror or error}") from error
     with clock.stage("prepare"):
         view.stage("building model and data, warm start")
         job = prepare_job(out, settings.seed, view.note)
@@ -229,10 +292,11 @@ def run(settings: Settings) -> int:
     omegaconf.save(config, out / "config.yaml", resolve=True)
     for finding in warnings:
         view.warn(str(finding))
+    view.steps = int(config.trainer.total_training_steps)
 
     child = Job(overrides, out)
-    environment = "VERL_PLATFORM=cpu VERL_LOGGING_LEVEL=WARNING OMP_NUM_THREADS=1"
-    (out / "command.sh").write_text(f"{environment} {shlex.join(child.command)}\n", encoding="utf-8")
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in own_environment(out).items()]
+    (out / "command.sh").write_text("\n".join([*exports, shlex.join(child.command), ""]), encoding="utf-8")
     log = RunLog(out / "metrics.jsonl", child.log_path)
     status, returncode = "completed", 0
     started = time.monotonic()
@@ -244,8 +308,8 @@ def run(settings: Settings) -> int:
         view.update(log.poll())
         returncode = child.poll() or 0
         status = "completed" if returncode == 0 else "failed"
-    except KeyboardInterrupt:
-        status, returncode = "interrupted", 130
+    except Stopped as stopped:
+        status, returncode = "interrupted", stopped.exit_status
         view.stage("interrupted: stopping verl and Ray")
         child.stop()
         view.update(log.poll())
@@ -267,7 +331,8 @@ def run(settings: Settings) -> int:
     summary.print_table(console, result, out)
     if status == "failed":
         reason = log.failure_reason()
-        console.print(f"[bold red]verl failed[/] (exit status {returncode}), the whole log is {child.log_path}")
+        console.print(f"verl failed (exit status {returncode})", style="bold red")
+        console.print(f"the whole log is {child.log_path}", markup=False, soft_wrap=True)
         console.print(reason, markup=False, soft_wrap=True)
     return returncode
 
@@ -301,7 +366,7 @@ def main(
     ),
     steps: Annotated[int, typer.Option(min=1, help="Trainer steps.")] = 40,
     seed: Annotated[int, typer.Option(min=0, help="Seed of model, data and sampling.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder to write to [default: out/<loss>-lag<L>-seed<N>].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to (out/LOSS-KIND-lagL-seedN).")] = None,
 ) -> None:
     """Run verl's separate_async trainer on this machine's CPU with a tiny MoE model."""
     name = f"{loss}-{lag_kind.value}-lag{lag_}-seed{seed}"
@@ -317,11 +382,12 @@ def main(
     try:
         raise typer.Exit(run(settings))
     except QuickstartError as error:
-        console.print(f"[bold red]error:[/] {error}", markup=True, soft_wrap=True)
+        console.print("error:", style="bold red", end=" ")
+        console.print(str(error), markup=False, soft_wrap=True)
         raise typer.Exit(2) from None
-    except KeyboardInterrupt:
+    except Stopped as stopped:
         console.print("interrupted")
-        raise typer.Exit(130) from None
+        raise typer.Exit(stopped.exit_status) from None
 
 
 if __name__ == "__main__":

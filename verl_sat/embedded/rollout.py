@@ -78,6 +78,14 @@ class _Waiting:
     wave: int | None = None  # which gathering first saw it
     seeded_for: int | None = -1  # the version that the request's seed was made for
 
+    def answer(self, completion: Completion) -> None:
+        if not self.future.done():  # a caller may have gone away
+            self.future.set_result(completion)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
 
 class HFServer:
     """Samples for one replica. All methods run on one event loop; sampling runs on one thread.
@@ -117,11 +125,13 @@ class HFServer:
         self._last_arrival = 0.0
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-sampling")
         self._loop_task: asyncio.Task | None = None
+        self._broken: RuntimeError | None = None
 
     async def ready(self) -> str:
         """Start the sampling loop; returns the id under which the load balancer knows this server."""
         if self._loop_task is None:
             self._loop_task = asyncio.create_task(self._sampling_loop())
+            self._loop_task.add_done_callback(self._on_loop_end)
         return server_name(self.replica_rank)
 
     # ---- generation
@@ -147,6 +157,8 @@ class HFServer:
         """
         if image_data or video_data or any(value for value in multimodal.values()):
             raise ValueError("the hf rollout is for text; use vLLM or SGLang for multimodal prompts")
+        if self._broken is not None:
+            raise self._broken
         if self._rejecting:
             return self._output(Completion(aborted=True), wants_log_probs=True)
         prompt_ids = [int(token) for token in prompt_ids]
@@ -175,10 +187,19 @@ class HFServer:
             extra_fields={"global_steps": self.global_steps},
         )
 
+    def _on_loop_end(self, task: asyncio.Task) -> None:
+        """Nobody may wait for a loop that is gone."""
+        error = None if task.cancelled() else task.exception()
+        self._broken = RuntimeError(f"the sampling loop of {server_name(self.replica_rank)} ended: {error!r}")
+        while self._queue:
+            self._queue.popleft().fail(self._broken)
+
     async def _sampling_loop(self) -> None:
         while True:
             await self._arrived.wait()
             await self._running.wait()
+            if not self._running.is_set():  # opened and closed again before this task got its turn
+                continue
             quiet = time.monotonic() - self._last_arrival
             if quiet < self.settings.gather_window_s:
                 await asyncio.sleep(self.settings.gather_window_s - quiet)
@@ -204,7 +225,9 @@ class HFServer:
             waiting.wave = self._wave if waiting.wave is None else waiting.wave
             if waiting.seeded_for != self.global_steps:
                 prompt = tuple(waiting.request.prompt_ids)
-                waiting.request.seed = request_seed(self.config.seed, self.global_steps, prompt, self._asked[prompt])
+                waiting.request.seed = request_seed(
+                    self.config.seed, self.global_steps, prompt, self._asked[prompt], self.replica_rank
+                )
                 waiting.seeded_for = self.global_steps
                 self._asked[prompt] += 1
         ordered = sorted(self._queue, key=lambda waiting: (waiting.wave, waiting.request.seed))
@@ -230,11 +253,10 @@ class HFServer:
         except Exception as error:  # each caller gets it; the loop goes on for the others
             logger.exception("sampling a batch of %d requests failed", len(batch))
             for waiting in batch:
-                waiting.future.set_exception(error)
+                waiting.fail(error)
             return
         for waiting, completion in zip(batch, completions, strict=True):
-            if not waiting.future.cancelled():
-                waiting.future.set_result(completion)
+            waiting.answer(completion)
 
     def _be_slow(self) -> None:
         self._abort.wait(self.settings.token_delay_s)
@@ -253,7 +275,7 @@ class HFServer:
         await self._idle.wait()
         rejected = 0
         while reject_request and self._queue:
-            self._queue.popleft().future.set_result(Completion(aborted=True))
+            self._queue.popleft().answer(Completion(aborted=True))
             rejected += 1
         return {"aborted_count": rejected}
 

@@ -5,6 +5,7 @@ Imports neither verl nor Ray: the quickstart checks these before it starts anyth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -34,13 +35,15 @@ class ServerSettings:
         Raises:
             ValueError: for an unknown key or a value that is not a number >= 0.
         """
+        if custom is not None and not isinstance(custom, Mapping):
+            raise ValueError(f"{ROLLOUT_KEY}.custom={custom!r}: expected a block")
         custom = dict(custom or {})
         known = [f.name for f in fields(cls)]
         for key, value in custom.items():
             full = f"{ROLLOUT_KEY}.custom.{key}"
             if key not in known:
                 raise ValueError(f"{full}: unknown key; the hf rollout knows {known}")
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ValueError(f"{full}={value!r}: expected seconds >= 0")
         return cls(**{key: float(value) for key, value in custom.items()})
 
@@ -60,4 +63,7 @@ def check_rollout_config(config: Any) -> ServerSettings:
     for name, allowed in (("dtype", DTYPES), ("logprobs_mode", LOGPROBS_MODES)):
         if config[name] not in allowed:
             raise ValueError(f"{ROLLOUT_KEY}.{name}={config[name]!r}: the hf rollout takes {' or '.join(allowed)}")
+    for name in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
+        if config[name] != 1:
+            raise ValueError(f"{ROLLOUT_KEY}.{name}={config[name]}: the hf rollout does not split a model; set 1")
     return ServerSettings.from_custom(config["custom"])

@@ -100,9 +100,14 @@ class Completion:
     aborted: bool = False
 
 
-def request_seed(seed: int, version: int | None, prompt_ids: Sequence[int], occurrence: int) -> int:
-    """Seed of a request's random stream: a hash of what identifies it, independent of batching."""
-    text = f"{seed}|{version}|{occurrence}|{','.join(map(str, prompt_ids))}"
+def request_seed(
+    seed: int, version: int | None, prompt_ids: Sequence[int], occurrence: int, replica_rank: int = 0
+) -> int:
+    """Seed of a request's random stream: a hash of what identifies it, independent of batching.
+
+    ``occurrence`` is counted by each server for itself, so two servers differ by ``replica_rank``.
+    """
+    text = f"{seed}|{version}|{replica_rank}|{occurrence}|{','.join(map(str, prompt_ids))}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
@@ -121,18 +126,13 @@ class _Recorder:
         self.log_probs: list[torch.Tensor] = []
         self.done = torch.zeros(len(requests), dtype=torch.bool)
         self.lengths = torch.zeros(len(requests), dtype=torch.long)
-        if settings.temperature > 0:
-            steps = int(self.budgets.max())
-            uniform = torch.stack(
-                [
-                    torch.rand(steps, vocab_size, generator=torch.Generator().manual_seed(request.seed))
-                    for request in requests
-                ]
-            )
-            tiny = torch.finfo(uniform.dtype).tiny
-            self.gumbel = -torch.log(-torch.log(uniform.clamp_(tiny, 1.0 - 2.0**-24)))
-        else:
-            self.gumbel = None
+        self.vocab_size = vocab_size
+        self.streams = [torch.Generator().manual_seed(request.seed) for request in requests]
+
+    def _gumbel(self) -> torch.Tensor:
+        """Noise for one token of every row, each row from its own stream."""
+        uniform = torch.stack([torch.rand(self.vocab_size, generator=stream) for stream in self.streams])
+        return -torch.log(-torch.log(uniform.clamp_(torch.finfo(uniform.dtype).tiny, 1.0 - 2.0**-24)))
 
     def sample(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
         """Choose a token for each row and return scores whose argmax is that token."""
@@ -140,7 +140,7 @@ class _Recorder:
             self.before_token()
         logits = logits.float()
         log_probs = torch.log_softmax(self.processors(input_ids, logits), dim=-1)
-        noisy = log_probs if self.gumbel is None else log_probs + self.gumbel[:, len(self.ids)]
+        noisy = log_probs + self._gumbel() if self.settings.temperature > 0 else log_probs
         chosen = noisy.argmax(dim=-1, keepdim=True)
         reported = torch.log_softmax(logits, dim=-1) if self.settings.raw_log_probs else log_probs
         self.ids.append(chosen[:, 0])

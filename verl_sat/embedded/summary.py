@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,8 +49,8 @@ class StageClock:
 
 
 def trained(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The data of the lines that trained (a validation before the first step has no actor keys)."""
-    return [record["data"] for record in records if "actor/pg_loss" in record["data"]]
+    """The lines that trained (a validation before the first step has no actor keys)."""
+    return [record for record in records if "actor/pg_loss" in record["data"]]
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -62,7 +63,7 @@ def _column(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 def _achieved(rows: Sequence[Mapping[str, Any]], ramp_steps: int) -> dict[str, Any]:
     """Lag as measured from the samples' version tags, after the ramp of the start."""
-    steady = rows[ramp_steps:]
+    steady = [row["data"] for row in rows if row["step"] > ramp_steps]
     oldest = _column(steady, "actor/staleness/versions_oldest")
     return {
         "versions": _mean(_column(steady, "actor/staleness/versions")),
@@ -96,14 +97,17 @@ def build(
         warnings: this plugin's warnings.
     """
     rows = trained(records)
-    plan = lag_kinds.plan(settings.lag_kind, settings.lag)
-    rewards = _column(rows, REWARD_KEY)
+    plan = lag_kinds.LagPlan.from_config(config)
+    rewards = _column([row["data"] for row in rows], REWARD_KEY)
     actor = config.actor_rollout_ref.actor
     sat = actor.policy_loss.get("sat", None)
     return {
         "schema_version": SCHEMA_VERSION,
         "status": status,
-        "steps": {"requested": settings.steps, "completed": len(rows)},
+        "steps": {
+            "requested": int(config.trainer.total_training_steps),
+            "completed": rows[-1]["step"] if rows else 0,
+        },
         "seed": settings.seed,
         "lag": {
             "kind": settings.lag_kind,
@@ -144,8 +148,16 @@ def _version(package: str) -> str | None:
 
 
 def write(summary: Mapping[str, Any], path: Path) -> None:
-    """Write the summary as JSON (no NaN: strict readers must be able to read it)."""
-    path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    """Write the summary as JSON (null for inf and NaN: strict readers must be able to read it)."""
+    path.write_text(json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(console: Console, summary: Mapping[str, Any], out: Path) -> None:
@@ -168,7 +180,9 @@ def print_table(console: Console, summary: Mapping[str, Any], out: Path) -> None
     table.add_row("lag configured", f"{configured['versions']} versions, {updates} updates")
     table.add_row(
         f"lag achieved (from step {configured['ramp_steps'] + 1})",
-        f"{show(achieved['versions'], 2)} versions, {show(achieved['updates'], 2)} updates",
+        "not measured"
+        if achieved["versions"] is None
+        else f"{show(achieved['versions'], 2)} versions, {show(achieved['updates'], 2)} updates",
     )
     table.add_row("seconds", ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
     table.add_row("warnings", str(len(summary["warnings"])))
@@ -176,4 +190,6 @@ def print_table(console: Console, summary: Mapping[str, Any], out: Path) -> None
     for warning in summary["warnings"]:
         console.print(warning, style="yellow", markup=False, soft_wrap=True)
     files = ("summary.json", "metrics.jsonl", "config.yaml", "command.sh", "verl.log")
-    console.print(f"in {out}: {', '.join(name for name in files if (out / name).exists())}", soft_wrap=True)
+    console.print(
+        f"in {out}: {', '.join(name for name in files if (out / name).exists())}", markup=False, soft_wrap=True
+    )
