@@ -48,6 +48,8 @@ SCENARIOS = {
     "both": ({"VERL_USE_EXTERNAL_MODULES": "verl_sat.plugin"}, REPORT),
     "by hand": ({"VERL_USE_EXTERNAL_PLUGINS": "none"}, "import verl_sat.plugin\n" + REPORT),
     "failing": ({}, FAILING + REPORT),
+    # the one dependency that verl does not bring: `pip install --no-deps`
+    "no wrapt": ({}, 'import sys\nsys.modules["wrapt"] = None\n' + REPORT),
 }
 
 
@@ -132,6 +134,14 @@ def test_P01_a_failure_is_printed_at_error_with_cause_and_remedy_although_verl_s
     assert len(lines) == 3
     assert "could not be loaded into verl 0.9." in lines[0] and "verl_sat.policy_loss" in lines[0]
     assert "install what is missing" in lines[2]
+    assert {result["losses"][name] for name in OURS} == {"verl_sat.plugin._refusing_loss.<locals>.refuse"}
+
+
+def test_P01_a_missing_dependency_is_said_too(loaded):
+    result = result_of(loaded["no wrapt"])
+    lines = [line for line in loaded["no wrapt"].stderr.splitlines() if line.startswith("ERROR: verl-sat")]
+    assert len(lines) == 3
+    assert "wrapt" in lines[0] and "'wrapt'" in lines[2]
     assert {result["losses"][name] for name in OURS} == {"verl_sat.plugin._refusing_loss.<locals>.refuse"}
 
 

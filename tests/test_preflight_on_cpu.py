@@ -546,3 +546,93 @@ def test_C03_fully_async_stops_in_its_driver_before_ray_starts(tmp_path):
     assert done.returncode == 1
     assert f"error: {BYPASS}: in bypass mode fully_async_policy replaces loss_mode=sat_gspo" in done.stderr
     assert "ray init kwargs" not in done.stdout and "Traceback" not in done.stderr
+
+
+# --- found by trying to break it ---------------------------------------------------------------------------------
+
+
+def test_distillation_without_task_rewards_would_drop_the_loss():
+    key = "distillation.distillation_loss.use_task_rewards"
+    assert key in errors(async_job("gspo", {"distillation.enabled": True, key: False}))
+    assert key not in errors(async_job("gspo", {"distillation.enabled": True, key: True}))
+    assert key not in errors(async_job("gspo", {"distillation.enabled": False, key: False}))
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if "async" in name or "one_step" in name])
+def test_the_remedy_of_a_finding_does_not_lead_to_the_opposite_finding(name):
+    config = job("+sat=gspo", name=name)
+    decoupled = texts(changed(copy.deepcopy(config), {BYPASS: False}))
+    assert BYPASS in errors(changed(config, {BYPASS: True}))
+    for line in decoupled.splitlines():
+        if "; set " in line and f"{BYPASS}=True" in line:
+            assert "verl.trainer.main_ppo" in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "right"),
+    [
+        ("actor_rollout_ref.policy_loss.loss_mode", "sat_gspo", LOSS_MODE),
+        ("actor.policy_loss.loss_mode", "sat_gspo", LOSS_MODE),
+        ("actor_rollout_ref.policy_loss.sat.quantile", 0.5, f"{SAT}.quantile=0.5"),
+        ("policy_loss.sat.quantile", 0.5, f"{SAT}.quantile=0.5"),
+        ("actor_rollout_ref.ref.sat.quantile", 0.5, f"{SAT}.quantile=0.5"),
+        ("actor_rollout_ref.actor.sat.quantile", 0.5, f"{SAT}.quantile=0.5"),
+    ],
+)
+@pytest.mark.parametrize("with_sat", [False, True])
+def test_what_landed_in_a_wrong_place_is_an_error_wherever_it_is(key, value, right, with_sat):
+    config = changed(async_job("gspo") if with_sat else job(), {key: value})
+    wrong = key if key.endswith("loss_mode") else key.removesuffix(".quantile")
+    assert wrong in errors(config)
+    assert right in texts(config)
+
+
+def test_a_block_of_somebody_elses_named_sat_is_left_alone():
+    assert preflight.check(changed(job(), {"data.custom.sat.path": "x"})) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("clip_ratio_low", -0.2), ("clip_ratio_high", "0.2"), ("clip_ratio_high", float("inf")), ("clip_ratio_c", 1.0)],
+)
+def test_clip_ratios_that_the_loss_will_refuse(key, value):
+    full = f"actor_rollout_ref.actor.{key}"
+    assert full in errors(async_job("grpo", {full: value}))
+    assert f"actor_rollout_ref.actor.{key}" not in errors(async_job("grpo"))
+
+
+@pytest.mark.parametrize(
+    ("options", "key"), [({"q": 0.3}, "q"), ({"q_min": 0.5}, "q_min"), ({"q": 0.0}, "q"), ({"q": 0.1}, None)]
+)
+def test_a_gate_level_that_never_acts_is_warned_about(options, key):
+    found = warnings(async_job("grpo", {f"{SAT}.{name}": value for name, value in options.items()}))
+    assert found == ([] if key is None else [f"{SAT}.{key}"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "lag"),
+    [
+        ({"trainer.v1.separate_async.parameter_sync_step": 4, "data.train_batch_size": 1024}, "4 to 7"),
+        (
+            {
+                "trainer.v1.separate_async.parameter_sync_step": 4,
+                "data.train_batch_size": 1024,
+                "actor_rollout_ref.actor.ppo_epochs": 2,
+            },
+            "8 to 15",
+        ),
+        ({"trainer.v1.trainer_mode": "colocate_async", "data.train_batch_size": 1024}, "4 to 7"),
+    ],
+)
+def test_the_announced_lag_counts_mini_batches_and_epochs(changes, lag):
+    config = async_job("grpo", {"actor_rollout_ref.actor.ppo_mini_batch_size": 256, **changes})
+    assert f"{lag} optimizer updates" in preflight.describe(config)
+
+
+def test_a_legacy_trainer_chosen_by_a_falsy_value_is_a_legacy_trainer():
+    assert BYPASS in errors(async_job("grpo", {"trainer.use_v1": 0}))
+
+
+@pytest.mark.parametrize("name", ["sat", "SAT", "gspo_sat"])
+def test_half_a_name_is_an_error_before_the_workers_say_so(name):
+    assert LOSS_MODE in errors(changed(job(), {LOSS_MODE: name}))

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import wrapt
 from packaging.specifiers import SpecifierSet
 
 SUPPORTED_VERL = ">=0.9.0.dev0,<0.10"
@@ -296,6 +295,10 @@ def install(on_late_failure: Callable[[Exception], None] | None = None, ledger: 
     Raises:
         CompatError: a wrap of an imported module is refused. Those after it are not armed.
     """
+    # Here and not at the top: it is the one dependency that verl does not bring, and without it the plugin must still
+    # be able to say so.
+    import wrapt
+
     for patch in LEDGER if ledger is None else ledger:
         if patch.name in _ARMED or not patch.active():
             continue

@@ -18,6 +18,7 @@ What is not verl's, and always counted or said:
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -169,6 +170,8 @@ def _sat_policy_loss(
         raise ValueError("config is required: verl's ActorConfig with the clip ratios and the policy_loss block")
     sat = get_sat_config(config.get("policy_loss", None))
     clip_ratio_low, clip_ratio_high = _clip_radii(config)
+    if sequence_level and old_log_prob is not None:
+        old_log_prob = old_log_prob.detach()  # as in verl's gspo; verl's vanilla lets its gradient through
     batch = _prepare(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     active, log_ratio = batch.active, batch.log_ratio
 
@@ -316,8 +319,8 @@ def _clip_radii(config: Any) -> tuple[float, float]:
     for name in ("clip_ratio_low", "clip_ratio_high"):
         value = config.get(name, None)
         value = config.get("clip_ratio", None) if value is None else value
-        if value is None or not value >= 0:
-            raise ValueError(f"actor_rollout_ref.actor.{name}={value!r} is not allowed: expected a number >= 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"actor_rollout_ref.actor.{name}={value!r} is not allowed: expected a finite number >= 0")
         radii.append(float(value))
     return radii[0], radii[1]
 

@@ -103,7 +103,7 @@ def describe(job: Job | Any) -> str:
     denominator = "the rollout engine's (bypass)" if job.bypass else "recomputed by the trainer (decoupled)"
     text = f"loss {job.loss_mode}, kernel {job.kernel}, old_log_prob {denominator}"
     if job.trainer == "v1" and job.is_async:
-        k, w = job.sync_step, job.warmup_batches
+        k, w = job.updates_per_version, job.warmup_batches
         versions = f"{w:g} version" + ("" if w == 1 else "s")
         updates = f"{w * k:g}" if k == 1 else f"{w * k:g} to {w * k + k - 1:g}"
         text += f", {job.mode}: typical lag {versions}, {updates} optimizer updates"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,11 +21,18 @@ CALCULATE_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 SAMPLER = "trainer.v1.sampler"
 SEPARATE_ASYNC = "trainer.use_v1=True trainer.v1.trainer_mode=separate_async"
 
-MISPLACED_BLOCKS = {
-    "actor_rollout_ref.sat": SAT_BLOCK,
-    "actor_rollout_ref.actor.sat": SAT_BLOCK,
-    "algorithm.sat": SAT_BLOCK,
-}
+# The keys of SPEC's options that are nobody else's when found directly under `policy_loss`.
+OPTION_NAMES = (
+    "quantile",
+    "kernel",
+    "exponent",
+    "scope",
+    "q",
+    "q_min",
+    "advantage_clip_low",
+    "advantage_clip_high",
+    "advantage_clip_scope",
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Job:
         elif select(config, "rollout.nnodes") is not None:
             trainer = "one_step_off"
         else:
-            trainer = "legacy" if select(config, "trainer.use_v1") is False else "v1"
+            trainer = "v1" if select(config, "trainer.use_v1", True) else "legacy"  # verl tests its truth
         return Job(
             config=config,
             loss_mode=loss_mode if isinstance(loss_mode, str) else "",
@@ -79,17 +87,24 @@ class Job:
     @property
     def sat(self) -> bool:
         """The job asks for a loss of ours, perhaps misspelt."""
-        return self.loss_mode.lower().replace("-", "_").startswith("sat_")
+        folded = self.loss_mode.lower().replace("-", "_")
+        return folded.startswith("sat_") or folded in ("sat", "grpo_sat", "gspo_sat")
 
     @property
     def concerns_us(self) -> bool:
         return bool(
             self.sat
             or looks_like_ours(self.loss_mode)
-            or any(self.has(key) for key in ("sat", "r3", SAT_BLOCK, *MISPLACED_BLOCKS))
+            or any(self.has(key) for key in ("sat", "r3", SAT_BLOCK))
+            or self.misplaced
             or str(self.get(f"{POLICY_LOSS}._target_", "")).startswith("verl_sat.")
             or self.our_sampler
         )
+
+    @property
+    def misplaced(self) -> dict[str, Any]:
+        """Key -> value of every block of our options, and every loss name of ours, that verl does not read."""
+        return dict(_find_misplaced(OmegaConf.to_container(self.config, resolve=False), ""))
 
     def has(self, key: str) -> bool:
         """Whether the key is there, whatever its value (a group that sets nothing is still a group)."""
@@ -131,6 +146,13 @@ class Job:
         return float(self.get(f"trainer.v1.{self.mode}.num_warmup_batches", 0) or 0)
 
     @property
+    def updates_per_version(self) -> int:
+        """Optimizer updates of a V1 trainer for one weight transfer: mini-batches of a step times epochs."""
+        mini, batch = self.get("actor_rollout_ref.actor.ppo_mini_batch_size"), self.get("data.train_batch_size")
+        mini_batches = max(1, int(batch) // int(mini)) if mini and batch else self.sync_step
+        return mini_batches * int(self.get("actor_rollout_ref.actor.ppo_epochs", 1))
+
+    @property
     def updates_per_old_log_prob(self) -> int | None:
         """Decoupled mode: optimizer updates that share one policy as pi_old. With 1, the ratio is always 1."""
         mini = self.get("actor_rollout_ref.actor.ppo_mini_batch_size")
@@ -149,6 +171,18 @@ class Job:
     def our_sampler(self) -> bool:
         path = str(self.get(f"{SAMPLER}.custom_sampler.path") or "")
         return "verl_sat" in path or self.get(f"{SAMPLER}.custom_sampler.name") == "ExactLagReplayBuffer"
+
+
+def _find_misplaced(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in node.items() if isinstance(node, Mapping) else ():
+        key = f"{path}.{name}" if path else str(name)
+        block = name == "sat" and isinstance(value, Mapping) and path
+        if block and key != SAT_BLOCK and (path.startswith("actor_rollout_ref") or set(value) & set(OPTION_NAMES)):
+            yield key, value
+        elif name == "loss_mode" and key != LOSS_MODE and str(value).startswith("sat_"):
+            yield key, value
+        elif key != SAT_BLOCK:
+            yield from _find_misplaced(value, key)
 
 
 def select(config: DictConfig, key: str, default: Any = None) -> Any:

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from verl_sat import _compat
 from verl_sat.preflight_job import (
@@ -19,7 +20,7 @@ from verl_sat.preflight_job import (
     CORRECTION,
     LOSS_MODE,
     LOSSES,
-    MISPLACED_BLOCKS,
+    OPTION_NAMES,
     POLICY_LOSS,
     SAMPLER,
     SAT_BLOCK,
@@ -31,18 +32,6 @@ from verl_sat.preflight_job import (
     looks_like_ours,
 )
 
-# The keys of SPEC's options that are nobody else's when found directly under `policy_loss`.
-_OPTION_NAMES = (
-    "quantile",
-    "kernel",
-    "exponent",
-    "scope",
-    "q",
-    "q_min",
-    "advantage_clip_low",
-    "advantage_clip_high",
-    "advantage_clip_scope",
-)
 _STOCK_TARGETS = (
     None,
     "verl.workers.config.PolicyLossConfig",
@@ -129,18 +118,17 @@ def _groups_in_the_wrong_place(job: Job) -> Iterator[Finding]:
                 "The groups of verl_sat.conf set keys of verl: select one with hydra.searchpath=[pkg://verl_sat.conf] "
                 f"+{name}=..., and begin a group of your own with '# @package _global_'",
             )
-    for key, right in MISPLACED_BLOCKS.items():
-        if job.has(key):
-            block = job.get(key)
-            options = block.items() if isinstance(block, DictConfig) else ()
-            yield Finding(
-                "error",
-                key,
-                f"verl does not read it there; the block belongs at {right}",
-                " ".join(f"+{right}.{name}={as_override(value)}" for name, value in options),
-            )
+    for key, value in job.misplaced.items():
+        right = SAT_BLOCK if isinstance(value, Mapping) else LOSS_MODE
+        options = {f"+{right}.{n}": v for n, v in value.items()} if isinstance(value, Mapping) else {right: value}
+        yield Finding(
+            "error",
+            key,
+            f"verl does not read it there; it belongs at {right}",
+            " ".join(f"{name}={as_override(option)}" for name, option in options.items()),
+        )
     if job.sat or str(job.get(f"{POLICY_LOSS}._target_", "")).startswith("verl_sat."):
-        for name in _OPTION_NAMES:
+        for name in OPTION_NAMES:
             if job.has(f"{POLICY_LOSS}.{name}"):
                 value = job.get(f"{POLICY_LOSS}.{name}")
                 yield Finding(
@@ -272,7 +260,10 @@ def _decoupled_sees_half(job: Job) -> Iterator[Finding]:
             BYPASS,
             "an asynchronous job in decoupled mode: d is the policy update since pi_old only; the lag before that and "
             f"the mismatch of engine and routing are not in it ({weights})",
-            f"{BYPASS}=True",
+            # Elsewhere bypass mode would be refused: the trainer has to change with it.
+            f"{BYPASS}=True"
+            if job.trainer == "v1"
+            else f"these for verl.trainer.main_ppo: {SEPARATE_ASYNC} {BYPASS}=True",
         )
 
 
@@ -392,6 +383,66 @@ def _temperature_parity(job: Job, rollout: str) -> Iterator[Finding]:
         )
 
 
+def _distillation_drops_the_loss(job: Job) -> Iterator[Finding]:
+    """Without task rewards the policy loss is not part of the loss (`verl/trainer/distillation/losses.py`)."""
+    key = "distillation.distillation_loss.use_task_rewards"
+    if job.sat and job.get("distillation.enabled", False) and job.get(key, True) is False:
+        yield Finding(
+            "error",
+            key,
+            f"with distillation and without task rewards verl drops the policy loss, so {job.loss_mode} has no effect",
+            f"{key}=True",
+        )
+
+
+def _clip_ratios_are_numbers(job: Job) -> Iterator[Finding]:
+    """What the loss would refuse in a worker, after a whole rollout."""
+    if not job.sat:
+        return
+    actor = "actor_rollout_ref.actor"
+    checks = [("clip_ratio_low", 0.0, ">= 0", 0.2), ("clip_ratio_high", 0.0, ">= 0", 0.2)]
+    if job.loss_mode == "sat_grpo":
+        checks.append(("clip_ratio_c", 1.0, "> 1", 3.0))
+    for name, bound, allowed, default in checks:
+        value = job.get(f"{actor}.{name}", job.get(f"{actor}.clip_ratio", 0.2) if bound == 0 else None)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value < bound or (bound and value == bound):
+            yield Finding(
+                "error",
+                f"{actor}.{name}",
+                f"{value!r} is not allowed: expected a finite number {allowed}",
+                f"{actor}.{name}={default}",
+            )
+
+
+def _gate_never_acts(job: Job) -> Iterator[Finding]:
+    """A fixed gate level can make every call inert, or shut the gate."""
+    if not (job.sat and job.contracts):
+        return
+    q, floor = job.get(f"{SAT_BLOCK}.q"), job.get(f"{SAT_BLOCK}.q_min", 0.0)
+    if any(not isinstance(x, int | float) for x in (floor, 0 if q is None else q)):
+        return  # another rule's finding
+    if q == 0 and floor == 0:
+        yield Finding(
+            "warning", f"{SAT_BLOCK}.q", "0 shuts the gate: nothing is ever stale and this is the plain loss",
+            f"{SAT_BLOCK}.q=null",
+        )  # fmt: skip
+        return
+    level = max(q or 0.0, floor)
+    low, high = (job.get(f"actor_rollout_ref.actor.clip_ratio_{side}", 0.2) for side in ("low", "high"))
+    if not all(isinstance(x, int | float) and 0 <= x < 1 for x in (low, high)):
+        return
+    if level >= -math.log1p(-low) and level >= math.log1p(high):
+        key = f"{SAT_BLOCK}.{'q' if q is not None and q >= floor else 'q_min'}"
+        yield Finding(
+            "warning",
+            key,
+            f"{level:g} is beyond both nominal log-radii ({-math.log1p(-low):.3f} and {math.log1p(high):.3f}): SAT is "
+            "inert in every call and this is the plain loss",
+            f"{key}={'null' if key.endswith('.q') else '0.0'}",
+        )
+
+
 def _gspo_radii(job: Job) -> Iterator[Finding]:
     if job.loss_mode != "sat_gspo" or not job.contracts:
         return
@@ -400,7 +451,7 @@ def _gspo_radii(job: Job) -> Iterator[Finding]:
         f"{actor}.{side}": float(job.get(f"{actor}.{side}", job.get(f"{actor}.clip_ratio", 0.2)))
         for side in ("clip_ratio_low", "clip_ratio_high")
     }
-    small = [key for key, radius in radii.items() if radius < _RADIUS_FLOOR]
+    small = [key for key, radius in radii.items() if 0 <= radius < _RADIUS_FLOOR]
     if small:
         values = ", ".join(f"{key.rpartition('.')[2]}={radii[key]:g}" for key in small)
         yield Finding(
@@ -453,6 +504,9 @@ RULES: tuple[Callable[[Job], Iterator[Finding]], ...] = (
     _sampler_loses_settings,
     _lag_is_capped,
     _rollout_log_probs_are_biased,
+    _distillation_drops_the_loss,
+    _clip_ratios_are_numbers,
+    _gate_never_acts,
     _gspo_radii,
     _gspo_aggregation,
     _aggregation_by_padding,
