@@ -18,3 +18,27 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def transfer_queue_service():
+    """verl's real data plane, TransferQueue, on a small Ray of its own."""
+    import ray
+    import transfer_queue as tq
+    from omegaconf import OmegaConf
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    storage = {"total_storage_size": 1000, "num_data_storage_units": 1}
+    tq.init(OmegaConf.create({"backend": {"storage_backend": "SimpleStorage", "SimpleStorage": storage}}))
+    yield tq
+    tq.close()
+    ray.shutdown()
+
+
+@pytest.fixture
+def empty_queue(transfer_queue_service):
+    """The data plane, emptied after each test."""
+    yield transfer_queue_service
+    for partition, items in (transfer_queue_service.kv_list() or {}).items():
+        if items:
+            transfer_queue_service.kv_clear(partition_id=partition, keys=list(items))

@@ -5,7 +5,6 @@ rows that verl adds, the trainer's choice of the old log-prob, and `ppo_loss` of
 its log-probs are given. What a single module holds is tested beside that module.
 """
 
-import logging
 import threading
 from types import SimpleNamespace
 
@@ -33,22 +32,7 @@ PROMPT = 3
 EOS = 1
 
 
-@pytest.fixture(scope="module", autouse=True)
-def queue():
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    storage = {"total_storage_size": 1000, "num_data_storage_units": 1}
-    tq.init(OmegaConf.create({"backend": {"storage_backend": "SimpleStorage", "SimpleStorage": storage}}))
-    yield
-    tq.close()
-    ray.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def empty_queue():
-    yield
-    for partition, items in (tq.kv_list() or {}).items():
-        if items:
-            tq.kv_clear(partition_id=partition, keys=list(items))
+pytestmark = pytest.mark.usefixtures("empty_queue")
 
 
 # --- a batch on its way through verl ----------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import threading
 import time
 
 import pytest
-import ray
 import transfer_queue as tq
 from omegaconf import OmegaConf
 
@@ -16,23 +15,7 @@ from verl_sat.sampler import INEXACT_KEY, ExactLagReplayBuffer
 GROUP = 2
 
 
-@pytest.fixture(scope="module", autouse=True)
-def queue():
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    storage = {"total_storage_size": 1000, "num_data_storage_units": 1}
-    backend = {"storage_backend": "SimpleStorage", "SimpleStorage": storage}
-    tq.init(OmegaConf.create({"backend": backend}))
-    yield
-    tq.close()
-    ray.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def empty_queue():
-    yield
-    for partition, items in (tq.kv_list() or {}).items():
-        if items:
-            tq.kv_clear(partition_id=partition, keys=list(items))
+pytestmark = pytest.mark.usefixtures("empty_queue")
 
 
 def make_sampler(lag=2, mode="separate_async", kwargs=None, **changes):
