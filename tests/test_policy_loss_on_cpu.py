@@ -821,3 +821,18 @@ def test_reference_aggregation_is_verls():
     for mode in ("token-mean", "seq-mean-token-mean"):
         literal = sat_reference.aggregate(values.tolist(), mask.tolist(), mode)
         assert agg_loss(values, mask, mode).item() == pytest.approx(literal, rel=1e-7)
+
+
+def test_a_nan_advantage_in_a_stale_response_is_left_out_of_the_metrics():
+    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+    old, mask = torch.full((20, 4), -1.0), torch.ones(20, 4)
+    log_prob = old + torch.arange(20).unsqueeze(-1) * 1e-3  # the last two responses are beyond the gate
+    advantages = torch.ones(20, 4)
+    advantages[19, 0] = torch.nan
+    loss, metrics = policy_loss.compute_policy_loss_sat_gspo(
+        old_log_prob=old, log_prob=log_prob, advantages=advantages, response_mask=mask, config=config
+    )
+    assert loss.isnan()
+    assert metrics["actor/sat/nonfinite_frac"] == pytest.approx(1 / 80)
+    # The ceil(0.9 * 79) = 72nd token is the last of the 18th response: 4 + 3 tokens of the last two are stale.
+    assert metrics["actor/sat/stale_frac"] == pytest.approx(7 / 79)
