@@ -55,10 +55,9 @@ WRONG = [
     ("exponent", INF, "> 0"),
     ("exponent", False, "> 0"),
     ("scope", "microbatch", "did you mean 'micro_batch'?"),
-    ("scope", "dp_group", "not built yet"),
-    ("scope", "mini_batch", "not built yet"),
-    ("scope", "running", "not built yet"),
-    ("scope", ["auto"], "'auto' or 'micro_batch'"),
+    ("scope", "dp-group", "did you mean 'dp_group'"),
+    ("scope", "minibatch", "did you mean 'mini_batch'"),
+    ("scope", ["auto"], "did you mean 'auto'?"),
     ("q", -0.1, ">= 0, or null"),
     ("q", "auto", ">= 0, or null"),
     ("q", INF, ">= 0, or null"),
@@ -116,7 +115,7 @@ def test_wrong_values_name_key_value_and_range(key, value, allowed):
         assert f"actor_rollout_ref.actor.policy_loss.sat.{key}={value!r}" in message and allowed in message
         assert "\n" not in message
         if key == "scope":
-            assert "'auto' or 'micro_batch'" in message
+            assert "'auto', 'micro_batch', 'dp_group', 'mini_batch' or 'running'" in message
 
 
 def test_C01_a_misspelt_key_is_named_with_a_suggestion():
@@ -292,7 +291,7 @@ def test_C01_values_arrive_in_the_loss():
         (f"{SAT_KEY}.quantile=true", f"{SAT_KEY}.quantile=True is not allowed"),
         (f"{SAT_KEY}.quantile='\"0.9\"'", "is not allowed"),
         (f"{SAT_KEY}.kernel=hil", "did you mean 'hill'?"),
-        (f"{SAT_KEY}.scope=mini_batch", "not built yet"),
+        (f"{SAT_KEY}.scope=batch", "expected 'auto', 'micro_batch'"),
         (f"++{SAT_KEY}.quantil=0.9", f"{SAT_KEY}.quantil: unknown key; did you mean 'quantile'?"),
         (f"{POLICY_LOSS}.loss_mode=vanilla", f"{POLICY_LOSS}.loss_mode='vanilla' does not read the block"),
         (f"{SAT_KEY}=5", f"{SAT_KEY}=5 is not allowed: expected a block"),

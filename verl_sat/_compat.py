@@ -172,6 +172,19 @@ def _tell_engine_the_version(original: Callable[..., Any]) -> Callable[..., Any]
     return update_weights
 
 
+def _around_the_optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Open the surroundings in which a loss finds the scope of its quantile; a job without our losses never looks."""
+
+    @functools.wraps(original)
+    def train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from verl_sat import scope
+
+        with scope.optimizer_step(self):
+            return original(self, *args, **kwargs)
+
+    return train_batch
+
+
 def _one_backend_for_the_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     """Ask for ``cpu:gloo`` where verl would ask for ``cpu:gloo,cpu:gloo``, which torch refuses."""
 
@@ -247,6 +260,15 @@ LEDGER: list[Patch] = [
         remove_when="verl passes `global_steps` to the training engine, or with the batch",
     ),
     Patch(
+        name="optimizer_step",
+        target="verl.workers.engine.base:BaseEngine.train_batch",
+        parameters=("self", "data", "loss_function"),
+        wrap=_around_the_optimizer_step,
+        why="a loss is called once per micro-batch and sees nothing of the mini-batch: neither the engine and its "
+        "data-parallel group (scope `dp_group`), nor where a mini-batch ends (scope `running`)",
+        remove_when="verl passes the loss its engine's data-parallel group and tells it of the end of a mini-batch",
+    ),
+    Patch(
         name="cpu_process_group",
         target="verl.utils.distributed:initialize_global_process_group_ray",
         parameters=("timeout_second", "backend"),
@@ -309,6 +331,21 @@ def install(on_late_failure: Callable[[Exception], None] | None = None, ledger: 
         else:
             wrapt.register_post_import_hook(functools.partial(_on_import, patch, on_late_failure), module_name)
         _ARMED.add(patch.name)
+
+
+def when_imported(module_name: str, action: Callable[[ModuleType], None]) -> None:
+    """Call ``action`` with a module once it is imported, at once if it is. Once per action and module.
+
+    Args:
+        module_name: full name.
+        action: what to do; an exception of it would break the import.
+    """
+    import wrapt
+
+    key = f"{module_name}:{action.__module__}.{action.__qualname__}"
+    if key not in _ARMED:
+        _ARMED.add(key)
+        wrapt.register_post_import_hook(action, module_name)
 
 
 def _on_import(patch: Patch, on_late_failure: Callable[[Exception], None] | None, module: ModuleType) -> None:

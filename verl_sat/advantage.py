@@ -9,7 +9,7 @@ import torch
 
 
 def clip_advantages(
-    advantages: torch.Tensor, low: float | None, high: float | None, scope: str, stale: torch.Tensor
+    advantages: torch.Tensor, low: float | None, high: float | None, scope: str, stale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Clamp advantages to [low, high], all of them or those of stale tokens.
 
@@ -18,7 +18,7 @@ def clip_advantages(
         low: lower bound <= 0, or None for no lower bound.
         high: upper bound >= 0, or None for no upper bound.
         scope: ``all`` or ``stale``.
-        stale: bool, the token lies beyond the gate, same shape.
+        stale: bool, the token lies beyond the gate, same shape; not read with scope ``all``.
 
     Returns:
         The clipped advantages, and a bool tensor of the positions that changed. With both bounds None the first is the

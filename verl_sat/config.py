@@ -26,9 +26,7 @@ POLICY_LOSS_KEY = "actor_rollout_ref.actor.policy_loss"
 SAT_KEY = f"{POLICY_LOSS_KEY}.sat"
 LOSS_MODE_PREFIX = "sat_"
 
-SCOPES = ("auto", "micro_batch")
-# Named in the documentation of the method, not yet provided: refused with a message of their own.
-FUTURE_SCOPES = ("dp_group", "mini_batch", "running")
+SCOPES = ("auto", "micro_batch", "dp_group", "mini_batch", "running")
 ADVANTAGE_CLIP_SCOPES = ("all", "stale")
 
 
@@ -61,13 +59,6 @@ def _choice(*allowed: str) -> Callable[[str, Any], str]:
     return rule
 
 
-def _scope(key: str, value: Any) -> str:
-    """Rule for the scope: a known name that this version does not have gets told apart from a misspelt one."""
-    if value in FUTURE_SCOPES:
-        raise SATConfigError(f"{key}={value!r} is not built yet in this version: expected {_or(SCOPES)}.")
-    return _choice(*SCOPES)(key, value)
-
-
 def _did_you_mean(value: Any, allowed: tuple[str, ...]) -> str:
     close = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.5)
     return f" did you mean {close[0]!r}?" if close else ""
@@ -81,7 +72,7 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
     "quantile": _number("a number in (0, 1]; 1 turns contraction off", lambda x: 0 < x <= 1),
     "kernel": _choice(*KERNELS),
     "exponent": _number("a number > 0", lambda x: x > 0),
-    "scope": _scope,
+    "scope": _choice(*SCOPES),
     "q": _number("a number >= 0, or null for the quantile of the batch", lambda x: x >= 0, optional=True),
     "q_min": _number("a number >= 0", lambda x: x >= 0),
     "advantage_clip_low": _number("a number <= 0, or null for no lower bound", lambda x: x <= 0, optional=True),
@@ -101,7 +92,9 @@ class SATConfig(BaseConfig):
         quantile: level of the gate, in (0, 1]; 1 turns contraction off (Eq. 14).
         kernel: ``hill`` is the paper's; ``hill_excess``, ``inverse_power`` and ``none`` are for ablation (Eq. 15).
         exponent: power of the kernel, > 0.
-        scope: over which tokens the quantile is taken: ``micro_batch``; ``auto`` is ``micro_batch`` in this version.
+        scope: over which tokens the quantile is taken (``verl_sat/scope.py``): ``micro_batch``, ``dp_group``,
+            ``mini_batch`` or ``running``. ``auto`` is ``micro_batch`` for ``sat_grpo``; for ``sat_gspo`` it is
+            ``mini_batch`` where this plugin's engine runs and ``running`` elsewhere.
         q: gate level [nats], >= 0, used instead of the batch's quantile; null for the quantile.
         q_min: floor of the gate level [nats], >= 0: staleness at or below it is never contracted.
         advantage_clip_low: lower bound of advantages, <= 0; null for none.

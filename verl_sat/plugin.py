@@ -65,6 +65,9 @@ def _register() -> None:
     if _compat.cpu_profile():
         # Before anything of verl asks for the platform: engines resolve it when they are imported.
         importlib.import_module("verl_sat.embedded").install()
+    else:
+        # When verl imports its own FSDP engine, so that loading the plugin does not (seconds in every process).
+        _compat.when_imported("verl.workers.engine.fsdp", _register_engine)
     # Before what may fail, so that the driver's preflight can say why a job with a SAT loss is not started.
     _compat.install(on_late_failure=_refuse)
     core_algos = importlib.import_module(_CORE_ALGOS)
@@ -74,6 +77,19 @@ def _register() -> None:
         function = getattr(policy_loss, function_name)
         _report_foreign(name, core_algos.POLICY_LOSS_REGISTRY.get(name))
         core_algos.register_policy_loss(name)(function)
+
+
+def _register_engine(_module: ModuleType) -> None:
+    """Take verl's vendor key for FSDP on NVIDIA GPUs. In the middle of verl's import, so it must not raise."""
+    try:
+        importlib.import_module("verl_sat.engine.fsdp").register("cuda", "nvidia")
+    except Exception as error:
+        logger.warning(
+            "verl-sat: its FSDP engine could not be registered (%s: %s): verl's own runs, without scope mini_batch and "
+            "actor/staleness/*",
+            type(error).__name__,
+            error,
+        )
 
 
 def _check_contract(core_algos: ModuleType) -> None:

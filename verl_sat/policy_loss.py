@@ -19,15 +19,21 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from verl_sat import fused, scope
 from verl_sat.advantage import clip_advantages
 from verl_sat.metrics import assemble, measure, to_host
+from verl_sat.order_statistic import Observations, radix_quantile
+from verl_sat.scope_facts import SCOPE_KEY, few_sequences
 from verl_sat.trust_region import (
     LOG_RATIO_LIMIT,
     SEQUENCE_LOG_RATIO_LIMITS,
+    GateLevel,
     inverse_cdf_quantile,
     mean_log_ratio,
     sat_trust_region,
@@ -43,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 # Below this [nats, about 2 %] the current policy contradicts an old log-prob of 0.0 beyond what training can do.
 MISSING_LOG_PROB = -4.0
-# At the default quantile a sequence-level gate opens for nobody in calls of fewer responses, or rarely.
-FEW_SEQUENCES = 16
+# `plain` computes every call by the readable formula: to compare, or for second derivatives.
+IMPLEMENTATION_VARIABLE = "VERL_SAT_LOSS"
 
 _warned: set[str] = set()
 
@@ -157,13 +163,8 @@ def _sat_policy_loss(
     loss_agg_mode: str,
     config: Any,
     rollout_is_weights: torch.Tensor | None,
-    quantile: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Both losses. ``quantile``: 0-dim q of a wider scope, in place of this call's own."""
-    # Not at the top: importing verl loads the plugin, and the plugin imports this module. Whichever is imported first
-    # in a process (unpickling a config in a worker, say), the plugin must find it complete.
-    from verl.trainer.ppo.core_algos import agg_loss
-
+    """Both losses: settings, the gate's scope, then the fast path or the plain formula, then the metrics."""
     from verl_sat.config import get_sat_config
 
     if config is None:
@@ -172,62 +173,169 @@ def _sat_policy_loss(
     clip_ratio_low, clip_ratio_high = _clip_radii(config)
     if sequence_level and old_log_prob is not None:
         old_log_prob = old_log_prob.detach()  # as in verl's gspo; verl's vanilla lets its gradient through
-    batch = _prepare(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    active, log_ratio = batch.active, batch.log_ratio
-
-    # Ratio (with gradient) and staleness (without): per token, or the response's mean at each of its tokens.
-    token_clamped = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    valid = active & ~batch.nan
-    if sequence_level:
-        mean = mean_log_ratio(log_ratio, active).detach()
-        ratio = straight_through_ratio(log_ratio, mean)
-        mean = mean.clamp(*SEQUENCE_LOG_RATIO_LIMITS)
-        valid = valid & ~mean.isnan().unsqueeze(-1)
-        # One entry per response, counted once per token: the quantile over broadcast tokens, without broadcasting.
-        observed, counts = mean.abs(), valid.sum(dim=-1)
-        staleness_log_ratio = torch.where(valid, mean.unsqueeze(-1), 0.0)
-        token_valid = torch.where(valid, token_clamped.detach(), 0.0)
-    else:
-        ratio = torch.exp(token_clamped)
-        staleness_log_ratio = token_valid = torch.where(valid, token_clamped.detach(), 0.0)
-        observed, counts = staleness_log_ratio.abs(), valid
-
-    q = _gate_level(sat, observed, counts, quantile)
-    region = sat_trust_region(
-        staleness_log_ratio,
-        q,
+    call = _Call(
+        sat,
+        sequence_level,
+        fused.Settings(
+            clip_ratio_low,
+            clip_ratio_high,
+            None if sequence_level else _dual_clip(config),
+            sat.kernel,
+            sat.exponent,
+            MISSING_LOG_PROB,
+        ),
+        config,
+        loss_agg_mode,
+        *_check(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights),
+    )
+    level, scope_name = scope.level_for_call(
+        sat, sequence_level, observe=lambda: _observe(sequence_level, _prepare(call)), like=call.log_prob.detach()
+    )
+    result = _fast_path(call, level) or _plain_formula(call, level)
+    if scope_name == "running":
+        scope.remember(sat, result.observed, result.sequences)
+    _warn_about(result.host, sat, sequence_level, scope_name)
+    return result.loss, assemble(
+        result.host,
         clip_ratio_low=clip_ratio_low,
         clip_ratio_high=clip_ratio_high,
         kernel=sat.kernel,
         exponent=sat.exponent,
     )
+
+
+class _Call(NamedTuple):
+    """Settings and checked inputs of one call; tensors of shape (batch_size, response_length), fp32 or fp64."""
+
+    sat: SATConfig
+    sequence_level: bool
+    numbers: fused.Settings
+    config: Any
+    loss_agg_mode: str
+    old_log_prob: torch.Tensor
+    log_prob: torch.Tensor
+    advantages: torch.Tensor
+    trained: torch.Tensor  # bool
+    weights: torch.Tensor | None
+
+
+class _Result(NamedTuple):
+    """What either path returns: loss with gradient, host values, and what the gate's quantile could be taken of."""
+
+    loss: torch.Tensor
+    host: dict[str, float]
+    observed: Observations
+    sequences: torch.Tensor
+
+
+def _fast_path(call: _Call, level: scope.Level | None) -> _Result | None:
+    """The formula as ``verl_sat.fused`` has it, None for a call that it does not take.
+
+    What it takes depends on the inputs' kind, known at once, and on their values, which come with the metrics in the
+    one transfer: log-probs that are not finite, beyond the clamp or never recorded make a second transfer, by the
+    plain formula.
+    """
+    sat = call.sat
+    clips_advantages = not (sat.advantage_clip_low is sat.advantage_clip_high is None)
+    if (
+        os.environ.get(IMPLEMENTATION_VARIABLE) == "plain"
+        or call.weights is not None
+        or (clips_advantages and sat.advantage_clip_scope != "all")
+        or not fused.supported(call.log_prob, call.old_log_prob, call.advantages)
+    ):
+        return None
+    active, numbers = call.trained, call.numbers
+    # Differentiable inputs enter the graph by `attach` alone.
+    log_prob, old_log_prob = call.log_prob.detach(), call.old_log_prob.detach()
+    first = fused.log_ratio(log_prob, old_log_prob, active, call.sequence_level, numbers.missing_log_prob)
+    observed = first.observations()
+    gate = _gate_level(sat, lambda: radix_quantile([observed], sat.quantile).value, level, first.kl)
+    advantages, changed = clip_advantages(
+        call.advantages.detach(), sat.advantage_clip_low, sat.advantage_clip_high, "all", stale=None
+    )
+    terms = (fused.sequence_terms if call.sequence_level else fused.token_terms)(first, advantages, gate, numbers)
+    count = first.lengths.sum() + 1e-8  # as verl's masked_mean, to the last bit
+    dtype = log_prob.dtype
+    sums = {
+        "actor/pg_clipfrac": terms.sums["clipped"],
+        "actor/pg_clipfrac_lower": terms.sums["dual_clipped"],
+        "actor/ppo_kl": first.kl,
+        "stale_frac": terms.sums["stale_frac"],
+        "shrink_low": terms.sums["shrink_low"],
+        "shrink_high": terms.sums["shrink_high"],
+        "abs_log_ratio": first.distance,
+        "clipfrac_high": terms.sums["clipfrac_high"],
+        "clipfrac_low": terms.sums["clipped"] - terms.sums["clipfrac_high"],
+        "intercepted_frac": terms.sums["intercepted_frac"],
+        "advantage_clipfrac": first.kl.new_zeros(()) if changed is None else (changed & active).sum(),
+    }
+    responses = (first.lengths > 0).sum()
+    host = to_host(
+        {name: value.to(dtype) / count for name, value in sums.items()}
+        | {
+            "quantile": gate.q,
+            "contraction_strongest": terms.strongest,
+            "num_sequences": responses if level is None else level.sequences,
+            "irregular": first.irregular | ~terms.sums["loss"].isfinite(),
+        }
+    )
+    if host.pop("irregular"):
+        return None
+    host |= {"nonfinite_frac": 0.0, "missing_log_prob_frac": 0.0}
+    token_loss = fused.attach(call.log_prob, call.old_log_prob, terms)
+    return _Result(_aggregate(call, token_loss, active), host, observed, responses)
+
+
+def _plain_formula(call: _Call, level: scope.Level | None) -> _Result:
+    """The formula as ``verl_sat.trust_region`` has it, for any input: the readable and checked reference."""
+    sat, numbers = call.sat, call.numbers
+    radii = dict(clip_ratio_low=numbers.clip_ratio_low, clip_ratio_high=numbers.clip_ratio_high)
+    batch = _prepare(call)
+    active, log_ratio = batch.active, batch.log_ratio
+
+    # Ratio (with gradient) and staleness (without): per token, or the response's mean at each of its tokens.
+    token_clamped = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    staleness = _staleness(call.sequence_level, batch)
+    valid = staleness.valid
+    if call.sequence_level:
+        ratio = straight_through_ratio(log_ratio, mean_log_ratio(log_ratio, active).detach())
+        token_valid = torch.where(valid, token_clamped.detach(), 0.0)
+    else:
+        ratio = torch.exp(token_clamped)
+        token_valid = staleness.log_ratio
+
+    gate = _gate_level(
+        sat, lambda: inverse_cdf_quantile(staleness.observed, staleness.counts, sat.quantile), level, token_valid
+    )
+    region = sat_trust_region(
+        staleness.log_ratio,
+        gate.q,
+        kernel=numbers.kernel,
+        exponent=numbers.exponent,
+        threshold=gate.threshold,
+        **radii,
+    )
     clipped_advantages, advantage_changed = clip_advantages(
         batch.advantages, sat.advantage_clip_low, sat.advantage_clip_high, sat.advantage_clip_scope, region.stale
     )
-    token_loss = surrogate(
-        ratio, clipped_advantages, region.lower, region.upper, None if sequence_level else _dual_clip(config)
-    )
+    token_loss = surrogate(ratio, clipped_advantages, region.lower, region.upper, numbers.clip_ratio_c)
     loss_mat = token_loss.loss if batch.weights is None else token_loss.loss * batch.weights
-    loss = agg_loss(
-        loss_mat=loss_mat,
-        loss_mask=active,
-        loss_agg_mode=loss_agg_mode,
-        **_aggregation_counts(config, active, loss_agg_mode),
-    )
+    loss = _aggregate(call, loss_mat, active)
 
     means = measure(
         valid=valid,
         region=region,
         token_loss=token_loss,
         ratio=ratio,
-        staleness_log_ratio=staleness_log_ratio,
+        staleness_log_ratio=staleness.log_ratio,
         log_ratio=token_valid,
         advantages=clipped_advantages,
         advantage_changed=advantage_changed,
-        clip_ratio_low=clip_ratio_low,
-        clip_ratio_high=clip_ratio_high,
+        **radii,
     )
+    q = gate.q
     trained = (active | batch.missing).sum().clamp(min=1).to(q.dtype)
+    observed, responses = _as_observations(staleness)
     host = to_host(
         means
         | {
@@ -235,26 +343,86 @@ def _sat_policy_loss(
             "contraction_strongest": region.contraction.amin() if region.contraction.numel() else q.new_ones(()),
             "nonfinite_frac": batch.nonfinite.sum() / trained,
             "missing_log_prob_frac": batch.missing.sum() / trained,
-            "num_sequences": valid.any(dim=-1).sum(),
+            "num_sequences": responses if level is None else level.sequences,
         }
     )
-    _warn_about(host, sat, sequence_level, own_quantile=quantile is None)
-    return loss, assemble(
-        host,
-        clip_ratio_low=clip_ratio_low,
-        clip_ratio_high=clip_ratio_high,
-        kernel=sat.kernel,
-        exponent=sat.exponent,
+    return _Result(loss, host, observed, responses)
+
+
+def _aggregate(call: _Call, loss_mat: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+    # Not at the top: importing verl loads the plugin, and the plugin imports this module. Whichever is imported first
+    # in a process (unpickling a config in a worker, say), the plugin must find it complete.
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    return agg_loss(
+        loss_mat=loss_mat,
+        loss_mask=active,
+        loss_agg_mode=call.loss_agg_mode,
+        **_aggregation_counts(call.config, active, call.loss_agg_mode),
     )
 
 
-def _prepare(
+class _Staleness(NamedTuple):
+    """The gated log-ratio of each token, and the values and counts that its quantile is taken of."""
+
+    valid: torch.Tensor  # bool: active and free of NaN
+    log_ratio: torch.Tensor  # detached, clamped, 0 where not valid
+    observed: torch.Tensor  # its size, per token or per response
+    counts: torch.Tensor  # bool per token, tokens per response
+
+
+def _staleness(sequence_level: bool, batch: _Batch) -> _Staleness:
+    log_ratio = batch.log_ratio.detach()
+    valid = batch.active & ~batch.nan
+    if not sequence_level:
+        clamped = torch.where(valid, log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), 0.0)
+        return _Staleness(valid, clamped, clamped.abs(), valid)
+    mean = mean_log_ratio(log_ratio, batch.active).clamp(*SEQUENCE_LOG_RATIO_LIMITS)
+    valid = valid & ~mean.isnan().unsqueeze(-1)
+    # One entry per response, counted once per token: the quantile over broadcast tokens, without broadcasting.
+    return _Staleness(valid, torch.where(valid, mean.unsqueeze(-1), 0.0), mean.abs(), valid.sum(dim=-1))
+
+
+def _as_observations(staleness: _Staleness) -> tuple[Observations, torch.Tensor]:
+    counts = staleness.counts.to(torch.int64)
+    return Observations(staleness.observed, counts=counts), staleness.valid.any(dim=-1).sum()
+
+
+def _observe(sequence_level: bool, batch: _Batch) -> tuple[Observations, torch.Tensor]:
+    return _as_observations(_staleness(sequence_level, batch))
+
+
+@torch.no_grad()
+def observe(
+    sequence_level: bool,
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+) -> tuple[Observations, torch.Tensor]:
+    """What the gate's quantile is taken of, exactly as the losses take it, for an engine that looks ahead.
+
+    Args:
+        sequence_level: as ``sat_gspo``.
+        old_log_prob: log-probs of the policy that sampled [nats], shape (batch_size, response_length).
+        log_prob: of the current policy, same shape.
+        advantages: same shape; tokens with a NaN here are left out too.
+        response_mask: same shape.
+
+    Returns:
+        The observations, and the number of responses in them (0-dim).
+    """
+    return _observe(sequence_level, _prepare_inputs(*_check(old_log_prob, log_prob, advantages, response_mask, None)))
+
+
+def _check(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     rollout_is_weights: torch.Tensor | None,
-) -> _Batch:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The inputs in the compute dtype, the mask as bool."""
     named = {
         "old_log_prob": old_log_prob,
         "log_prob": log_prob,
@@ -278,17 +446,35 @@ def _prepare(
             old_log_prob.dtype,
         )
     dtype = torch.promote_types(torch.promote_types(log_prob.dtype, old_log_prob.dtype), torch.float32)
-    log_prob, old_log_prob = log_prob.to(dtype), old_log_prob.to(dtype)
+    weights = None if rollout_is_weights is None else _at_least_fp32(rollout_is_weights)
+    return (
+        old_log_prob.to(dtype),
+        log_prob.to(dtype),
+        _at_least_fp32(advantages),
+        response_mask.bool(),
+        weights,
+    )
 
-    trained = response_mask.bool()
+
+def _prepare(call: _Call) -> _Batch:
+    return _prepare_inputs(call.old_log_prob, call.log_prob, call.advantages, call.trained, call.weights)
+
+
+def _prepare_inputs(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    trained: torch.Tensor,
+    weights: torch.Tensor | None,
+) -> _Batch:
     certain = trained & (old_log_prob == 0)
     contradicted = (certain & (log_prob < MISSING_LOG_PROB)).any(dim=-1, keepdim=True)
     missing = certain & contradicted
     active = trained & ~missing
 
     log_ratio = token_log_ratio(log_prob, old_log_prob, active)
-    advantages = torch.where(active, _at_least_fp32(advantages), 0.0)
-    weights = None if rollout_is_weights is None else torch.where(active, _at_least_fp32(rollout_is_weights), 0.0)
+    advantages = torch.where(active, advantages, 0.0)
+    weights = None if weights is None else torch.where(active, weights, 0.0)
     # NaN or infinite where any of the inputs is: one test in place of three
     probe = log_ratio.detach() + advantages
     if weights is not None:
@@ -301,16 +487,18 @@ def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gate_level(
-    sat: SATConfig, observed: torch.Tensor, counts: torch.Tensor, quantile: torch.Tensor | None
-) -> torch.Tensor:
-    """q: the configured one, else that of a wider scope, else this call's quantile; never below ``q_min``."""
+    sat: SATConfig, own_quantile: Callable[[], torch.Tensor], level: scope.Level | None, like: torch.Tensor
+) -> GateLevel:
+    """The configured q, else that of a wider scope, else this call's quantile; never below ``q_min``."""
     if sat.q is not None:
-        q = observed.new_full((), sat.q)
-    elif quantile is not None:
-        q = quantile.to(observed.dtype)
+        q = threshold = like.new_full((), sat.q)
+    elif level is not None:
+        q, threshold = level.gate
     else:
-        q = inverse_cdf_quantile(observed, counts, sat.quantile)
-    return q.clamp(min=sat.q_min)
+        q = threshold = own_quantile()
+    if sat.q_min == 0:
+        return GateLevel(q, threshold)
+    return GateLevel(q.clamp(min=sat.q_min), torch.where(q < sat.q_min, sat.q_min, threshold))
 
 
 def _clip_radii(config: Any) -> tuple[float, float]:
@@ -362,7 +550,7 @@ def _aggregation_counts(config: Any, active: torch.Tensor, loss_agg_mode: str) -
     return counts
 
 
-def _warn_about(host: dict[str, float], sat: SATConfig, sequence_level: bool, own_quantile: bool) -> None:
+def _warn_about(host: dict[str, float], sat: SATConfig, sequence_level: bool, scope_name: str) -> None:
     """Say once what the numbers of a call give away."""
     if host["missing_log_prob_frac"] > 0:
         _warn_once(
@@ -379,16 +567,25 @@ def _warn_about(host: dict[str, float], sat: SATConfig, sequence_level: bool, ow
             "weight (actor/sat/nonfinite_frac). Infinite log-ratios are clamped; a NaN makes the loss NaN.",
             host["nonfinite_frac"],
         )
-    contracts = sat.kernel != "none" and sat.quantile < 1
-    if sequence_level and own_quantile and sat.q is None and contracts and 0 < host["num_sequences"] < FEW_SEQUENCES:
+    needed = few_sequences(sat.quantile)
+    if sequence_level and scope.is_adaptive(sat) and 0 < host["num_sequences"] < needed:
         _warn_once(
             "few sequences",
-            "sat_gspo: %d responses in this micro-batch. A quantile over so few is mostly the longest response itself, "
-            "so nothing, or next to nothing, counts as stale and the loss is plain GSPO (see actor/sat/inert). Raise "
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu to %d or more, or set "
-            "actor_rollout_ref.actor.policy_loss.sat.q.",
+            "sat_gspo: the quantile is taken over %d responses (scope %s). Over so few it is mostly the longest "
+            "response itself, so nothing, or next to nothing, counts as stale and the loss is plain GSPO (see "
+            "actor/sat/inert). %s, or set actor_rollout_ref.actor.policy_loss.sat.q.",
             host["num_sequences"],
-            FEW_SEQUENCES,
+            scope_name,
+            {
+                "micro_batch": f"Set {SCOPE_KEY}=mini_batch or running, or raise "
+                f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu to {needed} or more",
+                "dp_group": f"Set {SCOPE_KEY}=mini_batch or running, or raise "
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu until all ranks together hold "
+                f"{needed} or more in a micro-batch",
+            }.get(
+                scope_name,
+                f"Raise actor_rollout_ref.actor.ppo_mini_batch_size until a mini-batch holds {needed} responses",
+            ),
         )
     if sat.advantage_clip_scope == "stale" and not (sat.advantage_clip_low is sat.advantage_clip_high is None):
         if sat.kernel == "none":

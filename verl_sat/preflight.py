@@ -18,6 +18,7 @@ from hydra.errors import CompactHydraException
 
 from verl_sat.preflight_job import Finding, Job
 from verl_sat.preflight_rules import RULES, lost_to_bypass_rewrite
+from verl_sat.preflight_scope import describe_scope
 
 __all__ = ["Finding", "SATPreflightError", "check", "describe", "lost_to_bypass_rewrite", "run"]
 
@@ -101,7 +102,7 @@ def describe(job: Job | Any) -> str:
     """
     job = job if isinstance(job, Job) else Job.read(job)
     denominator = "the rollout engine's (bypass)" if job.bypass else "recomputed by the trainer (decoupled)"
-    text = f"loss {job.loss_mode}, kernel {job.kernel}, old_log_prob {denominator}"
+    text = f"loss {job.loss_mode}, kernel {job.kernel}, old_log_prob {denominator}{describe_scope(job)}"
     if job.trainer == "v1" and job.is_async:
         k, w = job.updates_per_version, job.warmup_batches
         versions = f"{w:g} version" + ("" if w == 1 else "s")

@@ -31,6 +31,7 @@ from verl_sat.preflight_job import (
     as_override,
     looks_like_ours,
 )
+from verl_sat.preflight_scope import SCOPE_RULES
 
 _STOCK_TARGETS = (
     None,
@@ -510,4 +511,5 @@ RULES: tuple[Callable[[Job], Iterator[Finding]], ...] = (
     _gspo_radii,
     _gspo_aggregation,
     _aggregation_by_padding,
+    *SCOPE_RULES,
 )

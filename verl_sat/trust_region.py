@@ -41,6 +41,20 @@ KERNELS: dict[str, Callable[[Number, float], Number]] = {
 }
 
 
+class GateLevel(NamedTuple):
+    """Where the gate of Eq. 16 stands; 0-dim tensors, detached.
+
+    Attributes:
+        q: the quantile [nats], which the kernel is relative to; 0 closes the gate.
+        threshold: a token is stale iff its |log-ratio| is above this [nats]. It is q, or lies between q and the next
+            larger observation where both were taken in another forward pass: rounding between the two passes must not
+            make the very response that set q stale.
+    """
+
+    q: torch.Tensor
+    threshold: torch.Tensor
+
+
 class TrustRegion(NamedTuple):
     """Clip interval of every token; all fields have the shape of the log-ratio.
 
@@ -152,6 +166,7 @@ def sat_trust_region(
     clip_ratio_high: float,
     kernel: str = "hill",
     exponent: float = 2.0,
+    threshold: torch.Tensor | None = None,
 ) -> TrustRegion:
     """Contract the outward clip endpoint of stale tokens (Eq. 15-17).
 
@@ -163,12 +178,13 @@ def sat_trust_region(
         clip_ratio_high: nominal upper radius.
         kernel: a key of ``KERNELS``; with ``none`` no token counts as stale.
         exponent: power of the kernel, > 0.
+        threshold: as in ``GateLevel``; None is q.
 
     Returns:
         The trust region, each field of shape (batch_size, response_length), detached.
     """
     staleness = log_ratio.abs()
-    stale = (q > 0) & (staleness > q)  # strict: a tie with q is not stale
+    stale = (q > 0) & (staleness > (q if threshold is None else threshold))  # strict: a tie with q is not stale
     if kernel == "none":
         stale = torch.zeros_like(stale)
     relative = torch.where(stale, staleness / q, 1.0)  # 0 / 0 and x / 0 are not selected: the gate is shut there

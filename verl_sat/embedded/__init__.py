@@ -24,7 +24,7 @@ def install() -> None:
 def _register_engine(_module: object) -> None:
     from verl_sat.engine import fsdp
 
-    fsdp.register()
+    fsdp.register("cpu")
 
 
 def _register_rollout(module: object) -> None:

@@ -1,26 +1,32 @@
-"""The one FSDP engine of this plugin: verl's, with the lag of each mini-batch measured.
+"""The one FSDP engine of this plugin: verl's, with the lag and the gate level of each mini-batch.
 
 A subclass of verl's ``FSDPEngineWithLMHead`` (`verl/workers/engine/fsdp/transformer_impl.py`), plain
 verl in everything that is not configured. It is the single place for what needs to see a whole
 mini-batch before it is split: ``data`` in :meth:`SATFSDPEngine.forward_backward_batch` is this rank's
 whole mini-batch and the data-parallel group is at hand.
 
-Registered for ``device="cpu"``, where verl has no FSDP engine of its own.
+Registered for ``device="cpu"``, where verl has no FSDP engine of its own, and for NVIDIA's CUDA through verl's vendor
+key, which verl looks up before its own entry for the device.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-from verl.utils.device import get_device_id
+from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from verl_sat import scope
+from verl_sat.engine.look_ahead import look_ahead, sat_settings
 from verl_sat.staleness import VersionClock, count_lags, lag_metrics
+
+logger = logging.getLogger(__name__)
 
 
 def sample_versions(data: TensorDict) -> list[int | None]:
@@ -44,7 +50,10 @@ def rows_with_tokens(response_mask: torch.Tensor) -> list[bool]:
 
 
 class SATFSDPEngine(FSDPEngineWithLMHead):
-    """verl's FSDP engine that knows the version of its weights."""
+    """verl's FSDP engine that knows the version of its weights and looks at a mini-batch before it is split."""
+
+    # What `verl_sat.scope` asks an engine, without importing this class.
+    provides_mini_batch_scope = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,11 +73,25 @@ class SATFSDPEngine(FSDPEngineWithLMHead):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """As verl's, with ``actor/staleness/*`` beside the metrics of the loss when training."""
-        lag = {} if forward_only else self._lag_metrics(data)
-        output = super().forward_backward_batch(data, loss_function, forward_only=forward_only)
+        """As verl's; when training with a SAT loss, finds the gate level of scope ``mini_batch`` first.
+
+        Training also reports ``actor/staleness/*``: with a SAT loss, and with any loss on the CPU platform. Other jobs
+        on a GPU keep verl's metrics as they are.
+        """
+        if forward_only:
+            return super().forward_backward_batch(data, loss_function, forward_only=True)
+        measured = get_device_name() == "cpu" or sat_settings(loss_function) is not None
+        lag = self._lag_metrics(data) if measured else {}
+        # Usually open already, around the optimizer step (verl_sat/_compat.py).
+        with scope.optimizer_step(self) as step:
+            look_ahead(step, data, loss_function, self._log_probs_ahead)
+            output = super().forward_backward_batch(data, loss_function, forward_only=False)
         output["metrics"].update({key: [value] for key, value in lag.items()})
         return output
+
+    @torch.no_grad()
+    def _log_probs_ahead(self, data: TensorDict) -> dict[str, Any]:
+        return super().forward_backward_batch(data, None, forward_only=True)
 
     def _lag_metrics(self, data: TensorDict) -> dict[str, float]:
         if "extra_fields" not in data.keys() or "response_mask" not in data.keys():
@@ -82,8 +105,28 @@ class SATFSDPEngine(FSDPEngineWithLMHead):
         return lag_metrics(sums.tolist(), float(oldest))  # sync ok: once for a mini-batch
 
 
-def register() -> None:
-    """Register the engine for ``fsdp`` and ``fsdp2`` on the CPU. Idempotent."""
-    taken = EngineRegistry._engines.get("language_model", {}).get("fsdp2", {})
-    if taken.get("cpu") is not SATFSDPEngine:
-        EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")(SATFSDPEngine)
+def register(device: str, vendor: str | None = None) -> None:
+    """Register the engine for ``fsdp`` and ``fsdp2``. Idempotent.
+
+    Args:
+        device: ``cpu``, or ``cuda`` with a vendor (verl has an entry of its own for every vendor).
+        vendor: ``nvidia``; None registers for the device.
+    """
+    key = (device, vendor) if vendor else device
+    engines = EngineRegistry._engines.get("language_model", {})
+    free = []
+    for backend in ("fsdp", "fsdp2"):
+        taken = engines.get(backend, {}).get(key)
+        if taken is None:
+            free.append(backend)
+        elif taken is not SATFSDPEngine:
+            logger.warning(
+                "verl-sat: the engine of %s on %s is %s.%s already; scope mini_batch and actor/staleness/* are not to "
+                "be had in such a job",
+                backend,
+                key,
+                taken.__module__,
+                taken.__qualname__,
+            )
+    if free:
+        EngineRegistry.register(model_type="language_model", backend=free, device=device, vendor=vendor)(SATFSDPEngine)

@@ -1,0 +1,106 @@
+"""The gate level of a whole mini-batch, found before its first micro-batch (scope ``mini_batch``).
+
+One forward pass without gradients gives the current log-probs of every response of the optimizer step; their quantile,
+pooled over data-parallel ranks, is what every micro-batch then uses. So the gradient does not depend on how the
+mini-batch is split (SPEC: scope of the quantile). Weights do not change between the two passes, but the micro-batches
+differ, and with them rounding: the gate's threshold lies between the quantile and the next observation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.workers.utils.padding import no_padding_2_padding
+
+from verl_sat import scope
+from verl_sat.config import LOSS_MODE_PREFIX, SATConfig, get_sat_config
+from verl_sat.policy_loss import observe
+
+SEQUENCE_LEVEL = {"sat_grpo": False, "sat_gspo": True}
+# What the extra pass computes is the log-probs; these would cost it time or memory.
+_NOT_NEEDED = {"calculate_entropy": False, "calculate_sum_pi_squared": False, "return_model_output": False}
+
+
+def sat_settings(loss_function: Callable | None) -> tuple[str, SATConfig] | None:
+    """Loss name and settings of a SAT loss, None for any other.
+
+    Args:
+        loss_function: what verl's worker passes to the engine: its loss with ``config=ActorConfig`` bound by
+            `functools.partial` (`verl/workers/engine_workers.py`).
+    """
+    while isinstance(loss_function, functools.partial):
+        policy_loss = getattr(loss_function.keywords.get("config"), "policy_loss", None)
+        loss_mode = policy_loss.get("loss_mode", None) if policy_loss is not None else None
+        if isinstance(loss_mode, str) and loss_mode.startswith(LOSS_MODE_PREFIX):
+            return loss_mode, get_sat_config(policy_loss)
+        loss_function = loss_function.func
+    return None
+
+
+def look_ahead(step: scope.OptimizerStep, data: TensorDict, loss_function: Callable, forward: Callable) -> None:
+    """Give ``step`` what scope ``mini_batch`` needs, if that is the scope of the loss.
+
+    Args:
+        step: the surrounding optimizer step.
+        data: this rank's whole mini-batch, as verl's engine gets it; not changed.
+        loss_function: the loss of the step.
+        forward: runs the model over a mini-batch without gradients and returns verl's output, ``log_probs`` in it.
+    """
+    settings = sat_settings(loss_function)
+    if settings is None:
+        return
+    loss_mode, sat = settings
+    sequence_level = SEQUENCE_LEVEL.get(loss_mode)
+    if sequence_level is None or not scope.is_adaptive(sat):
+        return
+    if scope.resolve(sat, sequence_level, step) != "mini_batch":
+        return
+    if is_one_micro_batch(data, step):
+        step.single_call = True
+        return
+    ahead = _forward_batch(step.engine, data)
+    log_prob = no_padding_2_padding(forward(ahead)["model_output"]["log_probs"], data)
+    fields = data.select("old_log_probs", "advantages", "response_mask").to_padded_tensor().to(log_prob.device)
+    bag, sequences = observe(
+        sequence_level, fields["old_log_probs"], log_prob, fields["advantages"], fields["response_mask"]
+    )
+    step.level = scope.quantile_level([bag], sequences, sat.quantile, step.group, between=True)
+
+
+def is_one_micro_batch(data: TensorDict, step: scope.OptimizerStep) -> bool:
+    """Whether verl will hand the mini-batch to the model in one piece, on every rank (`verl/workers/engine/utils.py`).
+
+    With a fixed micro-batch size all ranks know by themselves; with a token budget they ask each other.
+    """
+    group_size = tu.get_non_tensor_data(data=data, key="force_group_size", default=1)
+    if not tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
+        return len(data) == data["micro_batch_size_per_gpu"] * group_size
+    input_ids = data["input_ids"]
+    tokens = input_ids.offsets()[-1] if input_ids.is_nested else data["attention_mask"].sum()
+    budget = data["max_token_len_per_gpu"] * tu.get_non_tensor_data(data=data, key="sp_size", default=1)
+    fits = (tokens <= budget).to(torch.int32).to(get_device_id())
+    if step.group is not None:
+        torch.distributed.all_reduce(fits, op=torch.distributed.ReduceOp.MIN, group=step.group)
+    return bool(fits)  # sync ok: once for a mini-batch
+
+
+def _forward_batch(engine: Any, data: TensorDict) -> TensorDict:
+    """The mini-batch for the pass ahead: log-probs only, split as verl splits its own log-prob passes if it can be."""
+    ahead = data.copy()
+    settings = dict(_NOT_NEEDED)
+    config = engine.engine_config
+    if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
+        budget = data["max_token_len_per_gpu"]
+        settings["max_token_len_per_gpu"] = max(budget, config.infer_max_token_len_per_gpu or budget)
+    else:
+        size = data["micro_batch_size_per_gpu"]
+        wider = config.infer_micro_batch_size_per_gpu or size
+        settings["micro_batch_size_per_gpu"] = wider if wider > size and len(data) % wider == 0 else size
+    tu.assign_non_tensor(ahead, **settings)
+    return ahead

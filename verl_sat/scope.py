@@ -1,0 +1,299 @@
+"""Over which tokens the gate's quantile is taken: what surrounds a loss call, and what the call takes from it.
+
+verl calls a loss once per micro-batch and tells it nothing of the rest. A quantile of that call alone depends on how
+the mini-batch was split, and at sequence level opens for nobody when a micro-batch holds few responses. So there are
+four scopes:
+
+- ``micro_batch``: the call itself;
+- ``dp_group``: the calls of all data-parallel ranks for this micro-batch, one all-reduced histogram;
+- ``mini_batch``: all responses of the optimizer step, found by one forward pass before the first micro-batch. Needs
+  the engine of this plugin, which sees the mini-batch before it is split;
+- ``running``: the previous mini-batch over all ranks. Costs nothing and needs nothing of the engine. The first
+  mini-batch of a process, after a start or a resume, keeps the nominal interval.
+
+An :class:`OptimizerStep` is open while verl's ``BaseEngine.train_batch`` runs (a guarded wrap in ``_compat.py``), and
+the losses find it here. Every decision below depends on settings alone, never on data, so all ranks take part in the
+same collectives, also those without an active token, and none raises alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from verl_sat.order_statistic import Observations, radix_quantile
+from verl_sat.scope_facts import DYNAMIC_CP_KEY, SCOPE_KEY
+from verl_sat.trust_region import GateLevel
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from verl_sat.config import SATConfig
+
+logger = logging.getLogger(__name__)
+
+
+class ScopeError(RuntimeError):
+    """The configured scope cannot be had where the loss was called; raised on every rank."""
+
+
+class Level(NamedTuple):
+    """A gate level and over how many responses it was taken (0-dim tensors)."""
+
+    gate: GateLevel
+    sequences: torch.Tensor
+
+
+@dataclass
+class OptimizerStep:
+    """What surrounds the loss calls of one mini-batch.
+
+    Attributes:
+        engine: verl's engine.
+        sees_mini_batch: the engine is this plugin's, and fills ``level`` or ``single_call``.
+        level: of scope ``mini_batch``, found before the first call.
+        single_call: the mini-batch is one micro-batch on every rank, so the call's own quantile over all ranks is
+            that of the mini-batch and no forward pass is needed.
+        bags: what the calls observed, for ``running``.
+        quantile: level of the quantile that ``running`` closes with.
+        sequences: responses in ``bags``, 0-dim tensors.
+    """
+
+    engine: Any
+    sees_mini_batch: bool = False
+    level: Level | None = None
+    single_call: bool = False
+    calls: int = 0
+    bags: list[Observations] = field(default_factory=list)
+    quantile: float | None = None
+    sequences: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """Data-parallel ranks of the engine; None for one rank alone."""
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return None
+        group = self.engine.get_data_parallel_group()
+        return None if group is None or torch.distributed.get_world_size(group) == 1 else group
+
+    @property
+    def dynamic_context_parallel(self) -> bool:
+        """Megatron hands ranks different numbers of micro-batches, and responses to several ranks."""
+        return bool(getattr(getattr(self.engine, "engine_config", None), "dynamic_context_parallel", False))
+
+
+_current: ContextVar[OptimizerStep | None] = ContextVar("verl_sat_optimizer_step", default=None)
+# The level that the last mini-batch of an engine leaves for the next; goes with the engine.
+_previous: weakref.WeakKeyDictionary[Any, Level] = weakref.WeakKeyDictionary()
+_said: set[str] = set()
+
+
+@contextmanager
+def optimizer_step(engine: Any) -> Iterator[OptimizerStep]:
+    """Surround the loss calls of one mini-batch; within another one of the same engine it is that one.
+
+    Args:
+        engine: verl's engine; hashable, with ``get_data_parallel_group``.
+
+    Yields:
+        The step. If it ends without an exception, its observations become the level of the engine's next one.
+    """
+    present = _current.get()
+    if present is not None and present.engine is engine:
+        yield present
+        return
+    step = OptimizerStep(engine, sees_mini_batch=bool(getattr(engine, "provides_mini_batch_scope", False)))
+    token = _current.set(step)
+    try:
+        yield step
+    finally:
+        _current.reset(token)
+    _close(step)
+
+
+def _close(step: OptimizerStep) -> None:
+    """Leave the quantile of this mini-batch, over all ranks, to the next one."""
+    if not step.bags:  # no call of ours with scope `running`: on every rank, since settings decide
+        return
+    found = radix_quantile(step.bags, step.quantile, group=step.group)
+    sequences = torch.stack(step.sequences).sum()
+    if step.group is not None:
+        torch.distributed.all_reduce(sequences, group=step.group)
+    q = found.value
+    before = _previous.get(step.engine)
+    if before is not None:  # a mini-batch without an active token says nothing
+        q = torch.where(found.observed > 0, q, before.gate.q)
+        sequences = torch.where(found.observed > 0, sequences, before.sequences)
+    _previous[step.engine] = Level(GateLevel(q, q), sequences)
+
+
+def current() -> OptimizerStep | None:
+    """The step in which this thread calls a loss, None outside."""
+    return _current.get()
+
+
+def is_adaptive(sat: SATConfig) -> bool:
+    """Whether a quantile decides anything: not with a fixed q, without contraction, or with a gate that never opens."""
+    return sat.q is None and sat.kernel != "none" and sat.quantile < 1
+
+
+def resolve(sat: SATConfig, sequence_level: bool, step: OptimizerStep | None) -> str:
+    """The scope that a call uses.
+
+    Args:
+        sat: settings.
+        sequence_level: the call is one of ``sat_gspo``.
+        step: from :func:`current`.
+
+    Returns:
+        ``micro_batch``, ``dp_group``, ``mini_batch`` or ``running``; what ``auto`` became is printed once.
+
+    Raises:
+        ScopeError: the configured scope cannot be had here; names the key and what to set.
+    """
+    scope = sat.scope
+    if scope == "auto":
+        scope = "micro_batch" if not sequence_level else "running"
+        if sequence_level and step is None:
+            scope = "micro_batch"
+            if is_adaptive(sat):
+                _warn_once(
+                    "sat_gspo was called outside an optimizer step of a verl engine, where there is no wider scope: "
+                    "its quantile is over this call's responses alone"
+                )
+        elif sequence_level and step.sees_mini_batch:
+            scope = "mini_batch"
+    if scope == "micro_batch":
+        return scope
+    if step is None:
+        raise ScopeError(
+            f"{SCOPE_KEY}={sat.scope}: the loss was called outside an optimizer step of a verl engine, where only "
+            "'micro_batch' can be had"
+        )
+    if scope == "mini_batch" and not step.sees_mini_batch:
+        engine = type(step.engine)
+        raise ScopeError(
+            f"{SCOPE_KEY}={sat.scope} needs the FSDP engine of verl-sat, and this job runs {engine.__module__}."
+            f"{engine.__qualname__}: set {SCOPE_KEY}=running, or actor_rollout_ref.actor.strategy=fsdp2"
+        )
+    if step.dynamic_context_parallel and is_adaptive(sat):
+        raise ScopeError(
+            f"{SCOPE_KEY}={sat.scope} (here {scope}): with {DYNAMIC_CP_KEY}=True ranks see different numbers of "
+            f"micro-batches, and a collective would wait for ever: set {DYNAMIC_CP_KEY}=False or "
+            f"{SCOPE_KEY}=micro_batch"
+        )
+    return scope
+
+
+def level_for_call(
+    sat: SATConfig,
+    sequence_level: bool,
+    observe: Callable[[], tuple[Observations, torch.Tensor]],
+    like: torch.Tensor,
+) -> tuple[Level | None, str]:
+    """The gate level that a call is given, if its scope is wider than itself.
+
+    Args:
+        sat: settings.
+        sequence_level: the call is one of ``sat_gspo``.
+        observe: makes the exact observations of the call and counts its responses; called where they are needed.
+        like: tensor whose dtype and device the level gets.
+
+    Returns:
+        The level, None where the call has to take its own; and the scope.
+
+    Raises:
+        ScopeError: as :func:`resolve`.
+    """
+    step = current()
+    scope = resolve(sat, sequence_level, step)
+    if not is_adaptive(sat):
+        return None, "micro_batch"
+    _say_once(step, sat, sequence_level, scope)
+    if scope == "micro_batch":
+        return None, scope
+    step.calls += 1
+    if scope == "running":
+        zero = like.new_zeros(())
+        level = _previous.get(step.engine, Level(GateLevel(zero, zero), zero))
+    elif scope == "dp_group" or step.single_call:
+        if step.single_call and step.calls > 1:
+            raise ScopeError(f"{SCOPE_KEY}={sat.scope}: the engine announced one micro-batch and the loss saw a second")
+        bag, sequences = observe()
+        level = quantile_level([bag], sequences, sat.quantile, step.group)
+    elif step.level is not None:
+        level = step.level
+    else:
+        raise ScopeError(
+            f"{SCOPE_KEY}={sat.scope} (here {scope}): the engine could not see the settings of the loss, as with a "
+            f"loss function other than verl's: set {SCOPE_KEY}=running"
+        )
+    q, threshold = (value.to(like.dtype) for value in level.gate)
+    return Level(GateLevel(q, threshold), level.sequences), scope
+
+
+def quantile_level(
+    bags: list[Observations],
+    sequences: torch.Tensor,
+    quantile: float,
+    group: ProcessGroup | None,
+    between: bool = False,
+) -> Level:
+    """A level from observations, pooled over ranks.
+
+    Args:
+        bags: as ``radix_quantile``.
+        sequences: responses in them, 0-dim.
+        quantile: level of the quantile.
+        group: ranks to pool, None for this process alone.
+        between: put the threshold half-way to the next larger observation, for a level that meets log-probs of
+            another forward pass (``GateLevel``).
+    """
+    found = radix_quantile(bags, quantile, group, with_following=between)
+    if group is not None:
+        sequences = sequences.clone()
+        torch.distributed.all_reduce(sequences, group=group)
+    threshold = found.value + (found.following - found.value) / 2 if between else found.value
+    return Level(GateLevel(found.value, threshold), sequences)
+
+
+def remember(sat: SATConfig, bag: Observations, sequences: torch.Tensor) -> None:
+    """Keep what a call with scope ``running`` observed, for the mini-batch after this one.
+
+    Args:
+        sat: settings.
+        bag: the exact observations of the call.
+        sequences: responses in it, 0-dim.
+    """
+    step = current()
+    step.quantile = sat.quantile
+    step.bags.append(bag)
+    step.sequences.append(sequences)
+
+
+def _warn_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        logger.warning("verl-sat: %s", text)
+
+
+def _say_once(step: OptimizerStep | None, sat: SATConfig, sequence_level: bool, scope: str) -> None:
+    text = f"[verl-sat] {'sat_gspo' if sequence_level else 'sat_grpo'}: quantile over scope {scope}"
+    if sat.scope == "auto":
+        text += " (auto)"
+    if step is not None:
+        text += f", engine {type(step.engine).__name__}"
+    if scope == "running":
+        text += "; the first mini-batch after a start or a resume keeps the nominal interval"
+    if text in _said:
+        return
+    _said.add(text)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        print(text, flush=True)  # as verl's own start-up lines, which INFO logging would hide
