@@ -238,7 +238,7 @@ def _fast_path(call: _Call, level: scope.Level | None) -> _Result | None:
     sat = call.sat
     clips_advantages = not (sat.advantage_clip_low is sat.advantage_clip_high is None)
     if (
-        os.environ.get(IMPLEMENTATION_VARIABLE) == "plain"
+        _plain_is_asked_for()
         or call.weights is not None
         or (clips_advantages and sat.advantage_clip_scope != "all")
         or not fused.supported(call.log_prob, call.old_log_prob, call.advantages)
@@ -284,6 +284,13 @@ def _fast_path(call: _Call, level: scope.Level | None) -> _Result | None:
     host |= {"nonfinite_frac": 0.0, "missing_log_prob_frac": 0.0}
     token_loss = fused.attach(call.log_prob, call.old_log_prob, terms)
     return _Result(_aggregate(call, token_loss, active), host, observed, responses)
+
+
+def _plain_is_asked_for() -> bool:
+    value = os.environ.get(IMPLEMENTATION_VARIABLE, "")
+    if value not in ("", "fast", "plain"):
+        raise ValueError(f"{IMPLEMENTATION_VARIABLE}={value!r} is not allowed: expected 'fast' or 'plain'")
+    return value == "plain"
 
 
 def _plain_formula(call: _Call, level: scope.Level | None) -> _Result:
