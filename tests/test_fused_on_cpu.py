@@ -237,3 +237,14 @@ def test_the_switch_knows_two_words(value, monkeypatch):
     else:
         with pytest.raises(ValueError, match="VERL_SAT_LOSS.*'fast' or 'plain'"):
             get_policy_loss_fn("sat_grpo")(*arguments)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("implementation", ["fast", "plain"])
+def test_autocast_around_the_loss_changes_nothing(name, implementation):
+    """verl calls the loss inside the model's autocast."""
+    batch = batch_of(11, rows=20, columns=50)
+    expected = run(name, batch, config(name), implementation)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(name, batch, config(name), implementation)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and found[2] == expected[2]

@@ -31,7 +31,7 @@ SAT_METRICS: dict[str, str] = {
     "radius_high": "mean upper clip radius after contraction",
     "eps_eff_low": "lower radius of the plain PPO clip with the same gradient; the nominal one when inert",
     "eps_eff_high": "upper radius of the plain PPO clip with the same gradient; the nominal one when inert",
-    "inert": "1 when the gradient is plain PPO's: nothing stale, or q beyond both nominal log radii",
+    "inert": "1 when the gradient is plain PPO's: nothing in the scope stale, or q beyond both nominal log radii",
     "contraction_mean": "mean contraction c; 1 for tokens that are not stale",
     "contraction_strongest": "smallest c of the call; averaged over calls, so a mean of extremes",
     "abs_log_ratio": "mean |log pi - log old| per token [nats], for sat_gspo too (Eq. 52)",
@@ -122,7 +122,8 @@ def assemble(
 
     Args:
         host: the loss's measurements: the keys of METRIC_KEYS that are plain means, without prefix for ours, and
-            ``shrink_low`` / ``shrink_high``, the mean of 1 - c over tokens contracted on that side (0 for others).
+            ``shrink_low`` / ``shrink_high``, the mean of 1 - c over tokens contracted on that side (0 for others);
+            ``opens``, not 0 if something in the scope of the quantile is stale.
         clip_ratio_low: nominal lower radius.
         clip_ratio_high: nominal upper radius.
         kernel: kernel of the contraction.
@@ -131,7 +132,7 @@ def assemble(
     Returns:
         METRIC_KEYS, in that order, as floats.
     """
-    inert = is_inert(host["quantile"], host["stale_frac"] > 0, clip_ratio_low, clip_ratio_high)
+    inert = is_inert(host["quantile"], host["opens"] > 0, clip_ratio_low, clip_ratio_high)
     nominal = dict(clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high)
     eps_eff_low, eps_eff_high = (
         (clip_ratio_low, clip_ratio_high)

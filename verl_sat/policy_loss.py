@@ -276,6 +276,7 @@ def _fast_path(call: _Call, level: scope.Level | None) -> _Result | None:
             "quantile": gate.q,
             "contraction_strongest": terms.strongest,
             "num_sequences": responses if level is None else level.sequences,
+            "opens": _opens(sat, level, terms.sums["stale_frac"] > 0),
             "irregular": first.irregular | ~terms.sums["loss"].isfinite(),
         }
     )
@@ -351,6 +352,7 @@ def _plain_formula(call: _Call, level: scope.Level | None) -> _Result:
             "nonfinite_frac": batch.nonfinite.sum() / trained,
             "missing_log_prob_frac": batch.missing.sum() / trained,
             "num_sequences": responses if level is None else level.sequences,
+            "opens": _opens(sat, level, region.stale.any()),
         }
     )
     return _Result(loss, host, observed, responses)
@@ -506,6 +508,11 @@ def _gate_level(
     if sat.q_min == 0:
         return GateLevel(q, threshold)
     return GateLevel(q.clamp(min=sat.q_min), torch.where(q < sat.q_min, sat.q_min, threshold))
+
+
+def _opens(sat: SATConfig, level: scope.Level | None, in_call: torch.Tensor) -> torch.Tensor:
+    """Whether anything in the scope is stale; where ``q_min`` overrides the scope's level, only the call knows."""
+    return in_call if level is None else in_call | (level.opens & (level.gate.q >= sat.q_min))
 
 
 def _clip_radii(config: Any) -> tuple[float, float]:

@@ -45,10 +45,18 @@ class ScopeError(RuntimeError):
 
 
 class Level(NamedTuple):
-    """A gate level and over how many responses it was taken (0-dim tensors)."""
+    """A gate level of a scope wider than the call; 0-dim tensors.
+
+    Attributes:
+        gate: the level.
+        sequences: responses that it was taken over.
+        opens: bool, something in the scope lies beyond the gate. Of a call's few responses perhaps none does, and SAT
+            is not inert for that.
+    """
 
     gate: GateLevel
     sequences: torch.Tensor
+    opens: torch.Tensor
 
 
 @dataclass
@@ -131,7 +139,8 @@ def _close(step: OptimizerStep) -> None:
     if before is not None:  # a mini-batch without an active token says nothing
         q = torch.where(found.observed > 0, q, before.gate.q)
         sequences = torch.where(found.observed > 0, sequences, before.sequences)
-    _previous[step.engine] = Level(GateLevel(q, q), sequences)
+    # Of the mini-batch that will use it nothing is known yet: a level above 0 opens for somebody, in expectation.
+    _previous[step.engine] = Level(GateLevel(q, q), sequences, q > 0)
 
 
 def current() -> OptimizerStep | None:
@@ -222,7 +231,7 @@ def level_for_call(
     step.calls += 1
     if scope == "running":
         zero = like.new_zeros(())
-        level = _previous.get(step.engine, Level(GateLevel(zero, zero), zero))
+        level = _previous.get(step.engine, Level(GateLevel(zero, zero), zero, zero > 0))
     elif scope == "dp_group" or step.single_call:
         if step.single_call and step.calls > 1:
             raise ScopeError(f"{SCOPE_KEY}={sat.scope}: the engine announced one micro-batch and the loss saw a second")
@@ -236,7 +245,7 @@ def level_for_call(
             f"loss function other than verl's: set {SCOPE_KEY}=running"
         )
     q, threshold = (value.to(like.dtype) for value in level.gate)
-    return Level(GateLevel(q, threshold), level.sequences), scope
+    return level._replace(gate=GateLevel(q, threshold)), scope
 
 
 def quantile_level(
@@ -256,12 +265,12 @@ def quantile_level(
         between: put the threshold half-way to the next larger observation, for a level that meets log-probs of
             another forward pass (``GateLevel``).
     """
-    found = radix_quantile(bags, quantile, group, with_following=between)
+    found = radix_quantile(bags, quantile, group, with_following=True)
     if group is not None:
         sequences = sequences.clone()
         torch.distributed.all_reduce(sequences, group=group)
     threshold = found.value + (found.following - found.value) / 2 if between else found.value
-    return Level(GateLevel(found.value, threshold), sequences)
+    return Level(GateLevel(found.value, threshold), sequences, (found.value > 0) & found.following.isfinite())
 
 
 def remember(sat: SATConfig, bag: Observations, sequences: torch.Tensor) -> None:

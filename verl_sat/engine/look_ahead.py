@@ -23,8 +23,17 @@ from verl_sat.config import LOSS_MODE_PREFIX, SATConfig, get_sat_config
 from verl_sat.policy_loss import observe
 
 SEQUENCE_LEVEL = {"sat_grpo": False, "sat_gspo": True}
-# What the extra pass computes is the log-probs; these would cost it time or memory.
-_NOT_NEEDED = {"calculate_entropy": False, "calculate_sum_pi_squared": False, "return_model_output": False}
+# What the extra pass computes is the log-probs: these would cost it time or memory, or need the loss.
+_NOT_NEEDED = dict.fromkeys(
+    (
+        "calculate_entropy",
+        "calculate_sum_pi_squared",
+        "return_model_output",
+        "distillation_use_topk",
+        "distillation_only",
+    ),
+    False,
+)
 
 
 def sat_settings(loss_function: Callable | None) -> tuple[str, SATConfig] | None:
