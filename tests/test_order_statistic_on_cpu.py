@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_sat import order_statistic
 from verl_sat.order_statistic import Observations, radix_quantile, rank_of
 from verl_sat.trust_region import inverse_cdf_quantile
 
@@ -81,13 +82,22 @@ def test_neighbouring_floats_are_told_apart():
             assert radix_quantile([Observations(values)], level).value == values[index]
 
 
-def test_other_paths_than_the_cpus_count_the_same(monkeypatch):
-    """An accelerator counts by scatter: the same path, taken here by weights of one."""
-    values = torch.rand(5000)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_accelerators_path_finds_the_same(dtype, monkeypatch):
+    """There the later passes are over all values, and counting is by scatter: taken here too, by weights of one."""
+    g = torch.Generator().manual_seed(0)
+    values = torch.rand(5000, generator=g, dtype=dtype) ** 8
+    values[torch.rand(5000, generator=g) < 0.2] = 0.0
+    zeros = torch.tensor(700)
     ones = torch.ones(5000, dtype=torch.int64)
-    for level in (0.1, 0.9, 1.0):
-        plain = radix_quantile([Observations(values)], level)
-        assert torch.equal(radix_quantile([Observations(values, counts=ones)], level).value, plain.value)
+    for level in (0.001, 0.1, 0.5, 0.9, 1.0):
+        cpu = radix_quantile([Observations(values, surplus_zeros=zeros)], level, with_following=True)
+        weighted = radix_quantile([Observations(values, counts=ones)], level, with_following=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(order_statistic, "reads_are_free", lambda tensor: False)
+            other = radix_quantile([Observations(values, surplus_zeros=zeros)], level, with_following=True)
+            scattered = radix_quantile([Observations(values, counts=ones)], level, with_following=True)
+        assert all(map(torch.equal, cpu, other)) and all(map(torch.equal, weighted, scattered))
     on_meta = radix_quantile([Observations(values.to("meta"))], 0.9, with_following=True)
     assert all(x.is_meta and x.dim() == 0 for x in on_meta)
 

@@ -22,7 +22,7 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
-from verl_sat import metrics, policy_loss
+from verl_sat import metrics, order_statistic, policy_loss
 from verl_sat.config import SATPolicyLossConfig
 from verl_sat.metrics import METRIC_KEYS, SHARED_METRICS
 
@@ -729,6 +729,8 @@ class CountHostReads(TorchDispatchMode):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("sat", [{}, dict(advantage_clip_high=1, advantage_clip_scope="stale"), dict(q=0.1, q_min=0.2)])
 def test_M08_one_device_to_host_transfer_per_call(name, sat, weighted, monkeypatch):
+    """On the path of an accelerator: on a CPU, where reading is free, the quantile reads."""
+    monkeypatch.setattr(order_statistic, "reads_are_free", lambda tensor: False)
     copies = []
     for method in ("tolist", "cpu", "item", "numpy", "__float__", "__int__", "__bool__", "__index__"):
         original = getattr(torch.Tensor, method)
@@ -757,8 +759,9 @@ def test_M08_one_device_to_host_transfer_per_call(name, sat, weighted, monkeypat
 def test_M08_nothing_but_the_transfer_needs_a_value(name, agg, monkeypatch):
     """On the meta device every other read would raise."""
 
-    def no_values(values):
-        assert all(v.is_meta and v.dim() == 0 for v in values.values())
+    def no_values(values, sums=None, count=None):
+        values = {**values, **(sums or {})}
+        assert all(v.is_meta and v.dim() == 0 for v in values.values()) and (not sums or count.is_meta)
         return dict.fromkeys(values, 0.0)
 
     monkeypatch.setattr(policy_loss, "to_host", no_values)

@@ -98,7 +98,7 @@ def supported(log_prob: torch.Tensor, old_log_prob: torch.Tensor, advantages: to
 def _blocks(tensor: torch.Tensor) -> Iterator[slice]:
     """Slices of rows; the whole tensor at once on an accelerator, where a launch costs more than a cache miss."""
     rows, columns = tensor.shape
-    step = rows if tensor.device.type != "cpu" else max(1, CPU_BLOCK // columns)
+    step = rows if tensor.device.type != "cpu" else max(1, CPU_BLOCK * torch.get_num_threads() // columns)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -140,7 +140,7 @@ class Terms(NamedTuple):
         loss: shape (batch_size, response_length).
         weight: same shape.
         ratio: same shape, or (batch_size, 1) at sequence level.
-        sums: named 0-dim fp64 tensors, sums over active tokens of what ``metrics.measure`` takes means of.
+        sums: named 0-dim tensors, sums over active tokens of what ``metrics.measure`` takes means of.
         strongest: smallest contraction, 0-dim.
     """
 
@@ -235,8 +235,8 @@ _CLIP_SUMS = ("clipped", "clipfrac_high", "intercepted_frac", "dual_clipped")
 
 
 def _add_up(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Sum over blocks; in fp64 where there are several (a CPU), so that counts stay exact beyond 2**24."""
-    return parts[0] if len(parts) == 1 else torch.stack(parts).double().sum(dim=0)
+    """Sum over blocks; in fp64 where there are several (a CPU), so that counts are added up exactly."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts).double().sum(dim=0).to(parts[0].dtype)
 
 
 class _Scratch:

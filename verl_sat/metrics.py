@@ -101,18 +101,30 @@ def measure(
     return {name: value.to(log_ratio.dtype) / denominator for name, value in sums.items()}
 
 
-def to_host(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
+@torch.no_grad()
+def to_host(
+    values: Mapping[str, torch.Tensor],
+    sums: Mapping[str, torch.Tensor] | None = None,
+    count: torch.Tensor | None = None,
+) -> dict[str, float]:
     """Copy named 0-dim tensors to the host, all in one transfer.
 
     Args:
         values: 0-dim tensors on one device, any numeric dtype.
+        sums: 0-dim tensors that are divided by ``count`` on the way, all of its dtype; None is none.
+        count: 0-dim; needed with ``sums`` only.
 
     Returns:
         The same names with Python floats.
     """
-    dtype = torch.float64 if any(value.dtype == torch.float64 for value in values.values()) else torch.float32
-    stacked = torch.stack([value.detach().to(dtype) for value in values.values()])
-    return dict(zip(values, stacked.tolist(), strict=True))  # sync ok: the only one of a loss call
+    wide = any(value.dtype == torch.float64 for value in (*values.values(), *(() if count is None else (count,))))
+    dtype = torch.float64 if wide else torch.float32
+    stacked = torch.stack([value if value.dtype == dtype else value.to(dtype) for value in values.values()])
+    names = list(values)
+    if sums:
+        stacked = torch.cat([stacked, (torch.stack(list(sums.values())) / count).to(dtype)])
+        names += sums
+    return dict(zip(names, stacked.tolist(), strict=True))  # sync ok: the only one of a loss call
 
 
 def assemble(

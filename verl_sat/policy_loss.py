@@ -249,42 +249,46 @@ def _fast_path(call: _Call, level: scope.Level | None) -> _Result | None:
     log_prob, old_log_prob = call.log_prob.detach(), call.old_log_prob.detach()
     first = fused.log_ratio(log_prob, old_log_prob, active, call.sequence_level, numbers.missing_log_prob)
     observed = first.observations()
-    gate = _gate_level(sat, lambda: radix_quantile([observed], sat.quantile).value, level, first.kl)
+    gate = _gate_level(sat, lambda: _quantile_of_call(observed, sat.quantile), level, first.kl)
     advantages, changed = clip_advantages(
         call.advantages.detach(), sat.advantage_clip_low, sat.advantage_clip_high, "all", stale=None
     )
     terms = (fused.sequence_terms if call.sequence_level else fused.token_terms)(first, advantages, gate, numbers)
-    count = first.lengths.sum() + 1e-8  # as verl's masked_mean, to the last bit
     dtype = log_prob.dtype
+    found = terms.sums
     sums = {
-        "actor/pg_clipfrac": terms.sums["clipped"],
-        "actor/pg_clipfrac_lower": terms.sums["dual_clipped"],
+        "actor/pg_clipfrac": found["clipped"],
+        "actor/pg_clipfrac_lower": found["dual_clipped"],
         "actor/ppo_kl": first.kl,
-        "stale_frac": terms.sums["stale_frac"],
-        "shrink_low": terms.sums["shrink_low"],
-        "shrink_high": terms.sums["shrink_high"],
         "abs_log_ratio": first.distance,
-        "clipfrac_high": terms.sums["clipfrac_high"],
-        "clipfrac_low": terms.sums["clipped"] - terms.sums["clipfrac_high"],
-        "intercepted_frac": terms.sums["intercepted_frac"],
-        "advantage_clipfrac": first.kl.new_zeros(()) if changed is None else (changed & active).sum(),
+        "clipfrac_low": found["clipped"] - found["clipfrac_high"],
+        "advantage_clipfrac": first.kl.new_zeros(()) if changed is None else (changed & active).sum().to(dtype),
+        **{name: found[name] for name in ("stale_frac", "shrink_low", "shrink_high")},
+        **{name: found[name] for name in ("clipfrac_high", "intercepted_frac")},
     }
     responses = (first.lengths > 0).sum()
     host = to_host(
-        {name: value.to(dtype) / count for name, value in sums.items()}
-        | {
+        {
             "quantile": gate.q,
             "contraction_strongest": terms.strongest,
             "num_sequences": responses if level is None else level.sequences,
-            "opens": _opens(sat, level, terms.sums["stale_frac"] > 0),
-            "irregular": first.irregular | ~terms.sums["loss"].isfinite(),
-        }
+            "opens": _opens(sat, level, found["stale_frac"] > 0),
+            "irregular": first.irregular | ~found["loss"].isfinite(),
+        },
+        sums,
+        (first.lengths.sum() + 1e-8).to(dtype),  # as verl's masked_mean, to the last bit
     )
     if host.pop("irregular"):
         return None
     host |= {"nonfinite_frac": 0.0, "missing_log_prob_frac": 0.0}
     token_loss = fused.attach(call.log_prob, call.old_log_prob, terms)
     return _Result(_aggregate(call, token_loss, active), host, observed, responses)
+
+
+def _quantile_of_call(observed: Observations, level: float) -> torch.Tensor:
+    if observed.counts is None:
+        return radix_quantile([observed], level).value
+    return inverse_cdf_quantile(observed.values, observed.counts, level)  # a value per response: a sort is cheaper
 
 
 def _plain_is_asked_for() -> bool:

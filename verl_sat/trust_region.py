@@ -18,6 +18,7 @@ Contract
       bisection would otherwise be some hundred tiny kernels.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -242,6 +243,7 @@ def is_inert(q: float, any_stale: bool, clip_ratio_low: float, clip_ratio_high: 
     return not any_stale or (q >= low and q >= high)
 
 
+@functools.lru_cache(maxsize=16)  # a wide scope has the same q in every micro-batch
 def effective_radii(
     q: float, *, clip_ratio_low: float, clip_ratio_high: float, kernel: str = "hill", exponent: float = 2.0
 ) -> tuple[float, float]:
