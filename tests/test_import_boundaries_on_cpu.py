@@ -5,6 +5,7 @@ The source tests read every import, also those inside functions; the process tes
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +132,21 @@ def loaded_by(module):
 )
 def test_a_process_does_not_load_what_the_module_must_do_without(module, absent):
     assert not loaded_by(module) & absent
+
+
+@pytest.mark.parametrize("platform, key", [("cpu", "cpu"), ("", ("cuda", "nvidia"))])
+@pytest.mark.parametrize("first", ["verl_sat.engine.fsdp", "verl.workers.engine"])
+def test_the_engine_is_registered_whoever_is_imported_first(platform, key, first):
+    code = (
+        f"import {first}, verl.workers.engine as engine; "
+        f"print(engine.EngineRegistry._engines['language_model']['fsdp2'][{key!r}].__module__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "VERL_PLATFORM": platform},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.strip().endswith("verl_sat.engine.fsdp"), done.stderr[-2000:]
+    assert "verl-sat" not in done.stderr

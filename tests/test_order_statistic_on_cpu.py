@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_sat import order_statistic
-from verl_sat.order_statistic import Observations, radix_quantile, rank_of
+from verl_sat.order_statistic import Observations, quantile_of_call, radix_quantile, rank_of
 from verl_sat.trust_region import inverse_cdf_quantile
 
 levels = st.one_of(st.sampled_from([0.07, 0.1, 0.3, 0.5, 0.9, 0.95, 0.999, 1.0]), st.floats(1e-6, 1.0))
@@ -48,6 +48,25 @@ def test_is_the_literal_order_statistic(dtype, width):
         assert torch.equal(pieces.value, whole.value)
         # as the reference of the losses
         assert torch.equal(inverse_cdf_quantile(tensor, ~tensor.isnan(), level), whole.value)
+
+    check()
+
+
+@pytest.mark.parametrize("path", ["numpy", "counting", "accelerator"])
+def test_every_path_of_a_call_finds_the_same(path, monkeypatch):
+    if path == "counting":
+        monkeypatch.setattr(order_statistic, "_SMALL", -1)
+    elif path == "accelerator":
+        monkeypatch.setattr(order_statistic, "reads_are_free", lambda tensor: False)
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.lists(st.tuples(numbers(32), st.booleans()), max_size=40), levels)
+    def check(pairs, level):
+        values = torch.tensor([v if active else 0.0 for v, active in pairs], dtype=torch.float32)
+        masked = torch.tensor(sum(not active for _, active in pairs))
+        found = quantile_of_call(Observations(values, surplus_zeros=masked), level)
+        observed = [v for v, (_, active) in zip(values.tolist(), pairs, strict=True) if active]
+        assert found.dtype == torch.float32 and found.item() == literal(observed, level)
 
     check()
 

@@ -80,9 +80,9 @@ def _register() -> None:
 
 
 def _register_engine(_module: ModuleType) -> None:
-    """Take verl's vendor key for FSDP on NVIDIA GPUs. In the middle of verl's import, so it must not raise."""
+    """Let our engine take verl's vendor key for FSDP on NVIDIA GPUs. In the middle of verl's import: must not raise."""
     try:
-        importlib.import_module("verl_sat.engine.fsdp").register("cuda", "nvidia")
+        importlib.import_module("verl_sat.engine.fsdp")  # which registers itself
     except Exception as error:
         logger.warning(
             "verl-sat: its FSDP engine could not be registered (%s: %s): verl's own runs, without scope mini_batch and "

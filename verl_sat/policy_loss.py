@@ -28,7 +28,7 @@ import torch
 from verl_sat import fused, scope
 from verl_sat.advantage import clip_advantages
 from verl_sat.metrics import assemble, measure, to_host
-from verl_sat.order_statistic import Observations, radix_quantile
+from verl_sat.order_statistic import Observations, quantile_of_call
 from verl_sat.scope_facts import SCOPE_KEY, few_sequences
 from verl_sat.trust_region import (
     LOG_RATIO_LIMIT,
@@ -287,7 +287,7 @@ def _fast_path(call: _Call, level: scope.Level | None) -> _Result | None:
 
 def _quantile_of_call(observed: Observations, level: float) -> torch.Tensor:
     if observed.counts is None:
-        return radix_quantile([observed], level).value
+        return quantile_of_call(observed, level)
     return inverse_cdf_quantile(observed.values, observed.counts, level)  # a value per response: a sort is cheaper
 
 

@@ -22,9 +22,7 @@ def install() -> None:
 
 
 def _register_engine(_module: object) -> None:
-    from verl_sat.engine import fsdp
-
-    fsdp.register("cpu")
+    import verl_sat.engine.fsdp  # noqa: F401  (registers itself)
 
 
 def _register_rollout(module: object) -> None:

@@ -5,8 +5,9 @@ verl in everything that is not configured. It is the single place for what needs
 mini-batch before it is split: ``data`` in :meth:`SATFSDPEngine.forward_backward_batch` is this rank's
 whole mini-batch and the data-parallel group is at hand.
 
-Registered for ``device="cpu"``, where verl has no FSDP engine of its own, and for NVIDIA's CUDA through verl's vendor
-key, which verl looks up before its own entry for the device.
+Importing this module registers it: for ``device="cpu"`` on the CPU platform, where verl has no FSDP engine of its own,
+and otherwise for NVIDIA's CUDA through verl's vendor key, which verl looks up before its own entry for the device. The
+plugin imports it when verl imports its own FSDP engine.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_sat import scope
+from verl_sat._compat import cpu_profile
 from verl_sat.engine.look_ahead import look_ahead, sat_settings
 from verl_sat.staleness import VersionClock, count_lags, lag_metrics
 
@@ -130,3 +132,7 @@ def register(device: str, vendor: str | None = None) -> None:
             )
     if free:
         EngineRegistry.register(model_type="language_model", backend=free, device=device, vendor=vendor)(SATFSDPEngine)
+
+
+# Here, not in the hook that imports this module: if somebody imports it first, the hook runs in the middle of that.
+register("cpu") if cpu_profile() else register("cuda", "nvidia")

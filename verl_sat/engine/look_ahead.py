@@ -92,7 +92,8 @@ def is_one_micro_batch(data: TensorDict, step: scope.OptimizerStep) -> bool:
         return len(data) == data["micro_batch_size_per_gpu"] * group_size
     input_ids = data["input_ids"]
     tokens = input_ids.offsets()[-1] if input_ids.is_nested else data["attention_mask"].sum()
-    budget = data["max_token_len_per_gpu"] * tu.get_non_tensor_data(data=data, key="sp_size", default=1)
+    # verl multiplies by the same number, but writes it into the data only later
+    budget = data["max_token_len_per_gpu"] * step.engine.ulysses_sequence_parallel_size
     fits = (tokens <= budget).to(torch.int32).to(get_device_id())
     if step.group is not None:
         torch.distributed.all_reduce(fits, op=torch.distributed.ReduceOp.MIN, group=step.group)
