@@ -149,6 +149,8 @@ def quantile_of_call(bag: Observations, level: float) -> torch.Tensor:
         The quantile, 0-dim, 0 of nothing.
     """
     values = bag.values.detach().reshape(-1)
+    if values.numel() == 0:
+        return values.new_zeros(())
     surplus = 0 if bag.surplus_zeros is None else bag.surplus_zeros
     if reads_are_free(values):
         if values.numel() > _SMALL:
