@@ -1,5 +1,7 @@
 """The fast path against the plain formula: same loss, gradient and metrics; same bits where nothing is contracted."""
 
+import logging
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -83,7 +85,7 @@ def test_agrees_with_the_plain_formula(name):
         q_min=st.sampled_from([0.0, 0.03]),
         bound=st.sampled_from([None, 0.0, 0.5]),
         noise=st.sampled_from([0.0, 0.01, 0.1, 0.8]),
-        radii=st.sampled_from([(0.2, 0.2), (3e-4, 4e-4), (0.0, 0.3), (0.9, 2.0)]),
+        radii=st.sampled_from([(0.2, 0.2), (3e-4, 4e-4), (0.0, 0.3), (0.9, 2.0), (1.5, 4.0)]),
         dtype=st.sampled_from([torch.float32, torch.float64]),
         agg=st.sampled_from(["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"]),
     )
@@ -158,7 +160,7 @@ def test_a_threshold_above_q_shuts_the_gate_up_to_it(name):
     "spoil",
     ["nan log_prob", "inf old_log_prob", "nan advantage", "beyond the clamp", "missing", "nan in the padding"],
 )
-def test_what_it_does_not_take_goes_to_the_plain_formula_once(name, spoil):
+def test_what_it_does_not_take_goes_to_the_plain_formula_once(name, spoil, caplog):
     old, log_prob, advantages, mask = batch_of(5, rows=6)
     mask[0] = True
     mask[1] = False
@@ -175,8 +177,11 @@ def test_what_it_does_not_take_goes_to_the_plain_formula_once(name, spoil):
     else:
         log_prob[1] = torch.nan
     batch, actor = (old, log_prob, advantages, mask), config(name, rows=6)
-    fast, plain = (run(name, batch, actor, which) for which in ("fast", "plain"))
+    policy_loss._warned.clear()
+    with caplog.at_level(logging.WARNING):
+        fast, plain, _ = (run(name, batch, actor, which) for which in ("fast", "plain", "fast"))
     assert fast[4] == plain[4] == ["_plain_formula"]
+    assert len([r for r in caplog.records if "a second time, by the plain formula" in r.getMessage()]) == 1
     assert torch.equal(fast[0].nan_to_num(7.0), plain[0].nan_to_num(7.0)) and fast[2] == plain[2]
     assert torch.equal(fast[1].nan_to_num(7.0), plain[1].nan_to_num(7.0))
 
@@ -188,7 +193,42 @@ def test_a_certain_token_stays_on_the_fast_path(name):
     old[:, ::2] = 0.0
     log_prob[:, ::2] = -0.02
     log_prob[:, 1] = old[:, 1] - 5.0  # a steep drop at a token that was not certain
+    old[0, 0] = 1e-7  # rounded up
+    mask[0, 0] = True
+    old[:, -1], mask[:, -1] = 1.0, False  # whatever the padding holds
     assert_agree(name, (old, log_prob, advantages, mask), config(name))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("radii", [(0.2, 1e9), (0.2, 5.0), (1e6, 0.2)])
+def test_radii_that_switch_a_clip_off_keep_the_other_side_exact(name, radii):
+    """`1 + eps - eps * (1 - c)` would cancel: such calls go to the plain formula."""
+    d = torch.full((20, 1), 1e-6)
+    d[-1] = -0.5
+    old = torch.full((20, 1), -1.0)
+    batch = (old, old + d, torch.ones(20, 1), torch.ones(20, 1, dtype=torch.bool))
+    actor = config(name, rows=20, clip_ratio_low=radii[0], clip_ratio_high=radii[1])
+    fast, plain = (run(name, batch, actor, which) for which in ("fast", "plain"))
+    assert fast[4] == ["_plain_formula"] and torch.equal(fast[1], plain[1]) and fast[1][-1] != 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_an_infinite_advantage_is_counted_although_it_is_clipped(name, value):
+    old, log_prob, advantages, mask = batch_of(12)
+    mask[0, 0] = True
+    advantages[0, 0] = value
+    actor = config(name, dict(advantage_clip_low=-5, advantage_clip_high=5))
+    fast, plain = (run(name, (old, log_prob, advantages, mask), actor, which) for which in ("fast", "plain"))
+    assert fast[2] == plain[2] and fast[2]["actor/sat/nonfinite_frac"] > 0 and fast[0].isfinite()
+
+
+def test_advantages_with_a_gradient_get_it(monkeypatch):
+    monkeypatch.setenv("VERL_SAT_LOSS", "fast")
+    old, log_prob, advantages, mask = batch_of(13)
+    advantages.requires_grad_()
+    get_policy_loss_fn("sat_grpo")(old, log_prob, advantages, mask, "token-mean", config("sat_grpo"))[0].backward()
+    assert advantages.grad.any()
 
 
 @pytest.mark.parametrize("name", LOSSES)

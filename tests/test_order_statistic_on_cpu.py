@@ -124,6 +124,7 @@ def test_an_accelerators_path_finds_the_same(dtype, monkeypatch):
 def test_ranks_are_integers():
     counts = torch.tensor([0, 1, 7, 100, 10**9, 2**33])
     assert rank_of(0.07, counts).tolist() == [1, 1, 1, 7, 70_000_000, math.ceil(Fraction(7, 100) * 2**33)]
+    assert rank_of(0.999999937, torch.tensor(2**41)).item() == math.ceil(Fraction(999999937, 10**9) * 2**41)
     assert rank_of(1.0, counts[1:]).tolist() == counts[1:].tolist()
 
 

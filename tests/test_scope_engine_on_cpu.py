@@ -381,9 +381,11 @@ def test_mini_batch_costs_one_more_pass_and_none_for_a_single_call(runs, loss, w
     for seen in run.good(f"{loss} mini_batch {split}"):
         calls, rows = len(seen["calls"][0]), 16 // world_size
         assert seen["forward_rows"] == (rows if calls == 1 else 2 * rows)
-        # verl's own size for log-prob passes may be wider than that of training calls
-        assert seen["forwards"] - calls in (range(1, calls + 1) if calls > 1 else [0])
+        assert seen["forwards"] == (calls if calls == 1 else 2 * calls)
         assert seen["backwards"] == calls
+        # the pass ahead is one of evaluation, and the model trains again after it
+        ahead = seen["forwards"] - calls
+        assert seen["modes"] == [[False, False]] * ahead + [[True, True]] * calls
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -244,8 +244,20 @@ def test_dynamic_context_parallel_is_refused_where_ranks_are_pooled(name, sat):
 def test_without_a_quantile_that_decides_anything_no_scope_costs_anything(sat, monkeypatch):
     monkeypatch.setattr(scope, "quantile_level", None)
     monkeypatch.setattr(scope, "remember", None)
-    for name in ("dp_group", "running"):
+    for name in ("dp_group", "running", "mini_batch"):
         train(Engine(), loss_of("sat_gspo", scope=name, **sat), [batch_of(4)])
+        loss_of("sat_gspo", scope=name, **sat)(*batch_of(4))  # outside any engine
+
+
+def test_running_keeps_losses_and_quantiles_apart():
+    engine = Engine()
+    batch = batch_of(16, rows=20)
+    kinds = [("sat_grpo", 0.9), ("sat_gspo", 0.9), ("sat_gspo", 0.5)]
+    for name, level in kinds:
+        assert train(engine, loss_of(name, scope="running", quantile=level), [batch])[0]["actor/sat/quantile"] == 0
+    for name, level in kinds:
+        found = train(engine, loss_of(name, scope="running", quantile=level), [batch])[0]["actor/sat/quantile"]
+        assert found == pytest.approx(quantile_of([batch], name == "sat_gspo", level), rel=1e-6)
 
 
 def test_q_min_floors_every_scope():
@@ -405,6 +417,14 @@ def test_mini_batch_without_our_engine_is_an_error_at_start():
         assert errors(async_job("gspo", {SCOPE: "mini_batch", STRATEGY: strategy})) == []
     for name in ("auto", "running", "dp_group", "micro_batch"):
         assert errors(megatron({SCOPE: name})) == []
+
+
+@pytest.mark.parametrize("variable, value", [("VERL_ENGINE_VENDOR", "amd"), ("VERL_ENGINE_DEVICE", "npu")])
+def test_the_engine_that_verl_is_told_to_take_decides(variable, value, monkeypatch):
+    assert "mini_batch (auto)" in preflight.describe(async_job("gspo"))
+    monkeypatch.setenv(variable, value)
+    assert "running (auto)" in preflight.describe(async_job("gspo"))
+    assert SCOPE in errors(async_job("gspo", {SCOPE: "mini_batch"}))
 
 
 def test_dynamic_context_parallel_is_an_error_at_start():

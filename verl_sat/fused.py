@@ -30,6 +30,8 @@ from verl_sat.trust_region import KERNELS, LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_L
 
 # Elements handled at a time on a CPU: six buffers of this size stay in a core's second-level cache.
 CPU_BLOCK = 1 << 16
+# Beyond this, `1 + eps - eps * (1 - c)` has lost digits of `1 + eps * c` that matter.
+LARGEST_RADIUS = 4.0
 # Steeper than any log-prob: `d - STEEP * old_log_prob` is below a bound on d only where old_log_prob is 0.
 STEEP = 1e9
 
@@ -84,14 +86,19 @@ class LogRatio(NamedTuple):
         return Observations(self.mean.clamp(*SEQUENCE_LOG_RATIO_LIMITS).abs(), counts=self.lengths)
 
 
-def supported(log_prob: torch.Tensor, old_log_prob: torch.Tensor, advantages: torch.Tensor) -> bool:
-    """Whether the tensors are of a kind that this path takes: one dtype, fp32 or fp64, and not empty."""
+def supported(log_prob: torch.Tensor, old_log_prob: torch.Tensor, advantages: torch.Tensor, settings: Settings) -> bool:
+    """Whether a call is of a kind that this path takes.
+
+    That is: one dtype, fp32 or fp64; not empty; advantages without gradient; radii of at most ``LARGEST_RADIUS``.
+    """
     dtype = log_prob.dtype
     return (
         dtype in (torch.float32, torch.float64)
         and old_log_prob.dtype == advantages.dtype == dtype
         and log_prob.dim() == 2
         and log_prob.numel() > 0
+        and not advantages.requires_grad
+        and max(settings.clip_ratio_low, settings.clip_ratio_high) <= LARGEST_RADIUS
     )
 
 
@@ -122,7 +129,8 @@ def log_ratio(
     for rows in _blocks(log_prob):
         block = torch.sub(log_prob[rows], old_log_prob[rows], out=signed[rows])
         torch.abs(block.mul_(active[rows]), out=size[rows])
-        unrecorded.append(torch.sub(block, old_log_prob[rows], alpha=STEEP).amin())
+        certain = torch.clamp(old_log_prob[rows], max=0)  # a certain token's may be rounded to a little above 0
+        unrecorded.append(torch.addcmul(block, certain, active[rows], value=-STEEP).amin())
     lengths = mask.sum(dim=-1)
     # Comparisons with NaN are false, so a NaN anywhere is irregular too.
     regular = (size.amax() <= LOG_RATIO_LIMIT) & (torch.stack(unrecorded).amin() >= missing)

@@ -38,8 +38,8 @@ class Observations(NamedTuple):
     """A bag of values to take a quantile of.
 
     Attributes:
-        values: fp32 or fp64, >= 0, any shape. Values that are not finite are ignored.
-        counts: how often each value was observed, int64, same shape; None is once.
+        values: fp32 or fp64, >= 0 and not -0.0, any shape. Values that are not finite are ignored.
+        counts: how often each value was observed, integer or bool, same shape; None is once.
         surplus_zeros: how many zeros of ``values`` were not observed, 0-dim int64: masked positions, which need no
             ``where`` that way. None is none. Not together with ``counts``.
     """
@@ -71,7 +71,9 @@ def rank_of(level: float, observed: torch.Tensor) -> torch.Tensor:
         observed: number of observations, int64, any shape.
     """
     share = Fraction(level).limit_denominator(10**9)
-    return ((observed * share.numerator + (share.denominator - 1)) // share.denominator).clamp(min=1)
+    whole, rest = observed // share.denominator, observed % share.denominator  # apart, or the product could overflow
+    rank = whole * share.numerator + (rest * share.numerator + (share.denominator - 1)) // share.denominator
+    return rank.clamp(min=1)
 
 
 @torch.no_grad()
@@ -98,7 +100,9 @@ def radix_quantile(
         raise TypeError(f"observations must be all float32 or all float64, got {', '.join(found)}")
     layout = _LAYOUTS[dtype]
     bags = [bag._replace(values=bag.values.detach().reshape(-1)) for bag in bags]
-    keys = [(bag.values.view(layout.integer), None if bag.counts is None else bag.counts.reshape(-1)) for bag in bags]
+    keys = [
+        (bag.values.view(layout.integer), None if bag.counts is None else bag.counts.reshape(-1).long()) for bag in bags
+    ]
     shift = sum(layout.widths)
     prefix = rank = observed = None
     for width in layout.widths:

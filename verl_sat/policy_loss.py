@@ -193,7 +193,7 @@ def _sat_policy_loss(
     )
     result = _fast_path(call, level) or _plain_formula(call, level)
     if scope_name == "running":
-        scope.remember(sat, result.observed, result.sequences)
+        scope.remember(sat, sequence_level, result.observed, result.sequences)
     _warn_about(result.host, sat, sequence_level, scope_name)
     return result.loss, assemble(
         result.host,
@@ -241,7 +241,7 @@ def _fast_path(call: _Call, level: scope.Level | None) -> _Result | None:
         _plain_is_asked_for()
         or call.weights is not None
         or (clips_advantages and sat.advantage_clip_scope != "all")
-        or not fused.supported(call.log_prob, call.old_log_prob, call.advantages)
+        or not fused.supported(call.log_prob, call.old_log_prob, call.advantages, call.numbers)
     ):
         return None
     active, numbers = call.trained, call.numbers
@@ -273,12 +273,18 @@ def _fast_path(call: _Call, level: scope.Level | None) -> _Result | None:
             "contraction_strongest": terms.strongest,
             "num_sequences": responses if level is None else level.sequences,
             "opens": _opens(sat, level, found["stale_frac"] > 0),
-            "irregular": first.irregular | ~found["loss"].isfinite(),
+            # an infinite advantage that was clipped is not in the loss any more
+            "irregular": first.irregular | ~(found["loss"] if changed is None else call.advantages.sum()).isfinite(),
         },
         sums,
         (first.lengths.sum() + 1e-8).to(dtype),  # as verl's masked_mean, to the last bit
     )
     if host.pop("irregular"):
+        _warn_once(
+            "irregular",
+            "SAT loss: a call holds a NaN or inf (perhaps in the padding), a log-ratio beyond the clamp or a log-prob "
+            "that was never recorded. Such calls are computed a second time, by the plain formula, which is slower.",
+        )
         return None
     host |= {"nonfinite_frac": 0.0, "missing_log_prob_frac": 0.0}
     token_loss = fused.attach(call.log_prob, call.old_log_prob, terms)
@@ -397,8 +403,11 @@ def _staleness(sequence_level: bool, batch: _Batch) -> _Staleness:
 
 
 def _as_observations(staleness: _Staleness) -> tuple[Observations, torch.Tensor]:
-    counts = staleness.counts.to(torch.int64)
-    return Observations(staleness.observed, counts=counts), staleness.valid.any(dim=-1).sum()
+    sequences = staleness.valid.any(dim=-1).sum()
+    if staleness.counts.dtype != torch.bool:
+        return Observations(staleness.observed, counts=staleness.counts), sequences
+    # per token, what does not count is 0 there
+    return Observations(staleness.observed, surplus_zeros=(~staleness.valid).sum()), sequences
 
 
 def _observe(sequence_level: bool, batch: _Batch) -> tuple[Observations, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 
 from verl_sat.preflight_job import SAT_BLOCK, Finding, Job
@@ -13,7 +15,6 @@ MINI_BATCH_SIZE = f"{ACTOR}.ppo_mini_batch_size"
 MICRO_BATCH_SIZE = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
 # Backends that the plugin's engine registers itself for; on a GPU, NVIDIA's (verl_sat/engine/fsdp.py).
 _OUR_BACKENDS = ("fsdp", "fsdp2")
-_OUR_DEVICES = ("cuda", "cpu")
 
 
 def is_adaptive(job: Job) -> bool:
@@ -23,7 +24,12 @@ def is_adaptive(job: Job) -> bool:
 
 def sees_mini_batch(job: Job) -> bool:
     """Whether the plugin's engine will run, as far as the configuration says."""
-    return job.get(STRATEGY) in _OUR_BACKENDS and str(job.get("trainer.device", "cuda")) in _OUR_DEVICES
+    device = os.environ.get("VERL_ENGINE_DEVICE") or str(job.get("trainer.device", "cuda"))
+    # PyTorch for AMD calls its device cuda too; verl tells them apart by vendor, and so do we.
+    on_amd = getattr(getattr(sys.modules.get("torch"), "version", None), "hip", None) is not None
+    vendor = os.environ.get("VERL_ENGINE_VENDOR") or ("amd" if on_amd else "nvidia")
+    ours = device == "cpu" or (device == "cuda" and vendor == "nvidia")
+    return job.get(STRATEGY) in _OUR_BACKENDS and ours
 
 
 def scope_of(job: Job) -> str:
@@ -46,10 +52,10 @@ def describe_scope(job: Job) -> str:
 
 def scope_needs_an_engine(job: Job) -> Iterator[Finding]:
     """An explicit ``mini_batch`` where another engine will run: every worker would refuse its first loss call."""
-    if job.sat and job.get(SCOPE_KEY) == "mini_batch" and not sees_mini_batch(job):
+    if is_adaptive(job) and job.get(SCOPE_KEY) == "mini_batch" and not sees_mini_batch(job):
         where = f"{STRATEGY}={job.get(STRATEGY)}"
-        if job.get("trainer.device", "cuda") not in _OUR_DEVICES:
-            where += f", trainer.device={job.get('trainer.device')}"
+        if job.get(STRATEGY) in _OUR_BACKENDS:
+            where += f" on this device (trainer.device={job.get('trainer.device', 'cuda')})"
         yield Finding(
             "error",
             SCOPE_KEY,
@@ -143,4 +149,9 @@ def _data_parallel_size(job: Job) -> int | None:
     return None
 
 
-SCOPE_RULES = (scope_needs_an_engine, scope_needs_equal_counts, scope_holds_few_responses, group_of_one)
+SCOPE_RULES = (
+    scope_needs_an_engine,
+    scope_needs_equal_counts,
+    scope_holds_few_responses,
+    group_of_one,
+)

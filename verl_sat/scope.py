@@ -69,9 +69,7 @@ class OptimizerStep:
         level: of scope ``mini_batch``, found before the first call.
         single_call: the mini-batch is one micro-batch on every rank, so the call's own quantile over all ranks is
             that of the mini-batch and no forward pass is needed.
-        bags: what the calls observed, for ``running``.
-        quantile: level of the quantile that ``running`` closes with.
-        sequences: responses in ``bags``, 0-dim tensors.
+        observed: what the calls observed and how many responses were in it, for ``running``.
     """
 
     engine: Any
@@ -79,9 +77,7 @@ class OptimizerStep:
     level: Level | None = None
     single_call: bool = False
     calls: int = 0
-    bags: list[Observations] = field(default_factory=list)
-    quantile: float | None = None
-    sequences: list[torch.Tensor] = field(default_factory=list)
+    observed: dict[_Kind, list[tuple[Observations, torch.Tensor]]] = field(default_factory=dict)
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -98,8 +94,10 @@ class OptimizerStep:
 
 
 _current: ContextVar[OptimizerStep | None] = ContextVar("verl_sat_optimizer_step", default=None)
-# The level that the last mini-batch of an engine leaves for the next; goes with the engine.
-_previous: weakref.WeakKeyDictionary[Any, Level] = weakref.WeakKeyDictionary()
+# What `running` keeps apart: losses at sequence level and not, and quantiles of different levels.
+_Kind = tuple[bool, float]
+# The levels that the last mini-batch of an engine leaves for the next; they go with the engine.
+_previous: weakref.WeakKeyDictionary[Any, dict[_Kind, Level]] = weakref.WeakKeyDictionary()
 _said: set[str] = set()
 
 
@@ -128,19 +126,19 @@ def optimizer_step(engine: Any) -> Iterator[OptimizerStep]:
 
 def _close(step: OptimizerStep) -> None:
     """Leave the quantile of this mini-batch, over all ranks, to the next one."""
-    if not step.bags:  # no call of ours with scope `running`: on every rank, since settings decide
-        return
-    found = radix_quantile(step.bags, step.quantile, group=step.group)
-    sequences = torch.stack(step.sequences).sum()
-    if step.group is not None:
-        torch.distributed.all_reduce(sequences, group=step.group)
-    q = found.value
-    before = _previous.get(step.engine)
-    if before is not None:  # a mini-batch without an active token says nothing
-        q = torch.where(found.observed > 0, q, before.gate.q)
-        sequences = torch.where(found.observed > 0, sequences, before.sequences)
-    # Of the mini-batch that will use it nothing is known yet: a level above 0 opens for somebody, in expectation.
-    _previous[step.engine] = Level(GateLevel(q, q), sequences, q > 0)
+    # Empty without a call of ours with scope `running`: on every rank, since settings decide.
+    for kind, observed in step.observed.items():
+        found = radix_quantile([bag for bag, _ in observed], level=kind[1], group=step.group)
+        sequences = torch.stack([count for _, count in observed]).sum()
+        if step.group is not None:
+            torch.distributed.all_reduce(sequences, group=step.group)
+        q = found.value
+        levels = _previous.setdefault(step.engine, {})
+        if kind in levels:  # a mini-batch without an active token says nothing
+            q = torch.where(found.observed > 0, q, levels[kind].gate.q)
+            sequences = torch.where(found.observed > 0, sequences, levels[kind].sequences)
+        # Of the mini-batch that will use it nothing is known yet: a level above 0 opens for somebody, in expectation.
+        levels[kind] = Level(GateLevel(q, q), sequences, q > 0)
 
 
 def current() -> OptimizerStep | None:
@@ -157,7 +155,7 @@ def resolve(sat: SATConfig, sequence_level: bool, step: OptimizerStep | None) ->
     """The scope that a call uses.
 
     Args:
-        sat: settings.
+        sat: settings, adaptive.
         sequence_level: the call is one of ``sat_gspo``.
         step: from :func:`current`.
 
@@ -172,11 +170,10 @@ def resolve(sat: SATConfig, sequence_level: bool, step: OptimizerStep | None) ->
         scope = "micro_batch" if not sequence_level else "running"
         if sequence_level and step is None:
             scope = "micro_batch"
-            if is_adaptive(sat):
-                _warn_once(
-                    "sat_gspo was called outside an optimizer step of a verl engine, where there is no wider scope: "
-                    "its quantile is over this call's responses alone"
-                )
+            _warn_once(
+                "sat_gspo was called outside an optimizer step of a verl engine, where there is no wider scope: "
+                "its quantile is over this call's responses alone"
+            )
         elif sequence_level and step.sees_mini_batch:
             scope = "mini_batch"
     if scope == "micro_batch":
@@ -192,7 +189,7 @@ def resolve(sat: SATConfig, sequence_level: bool, step: OptimizerStep | None) ->
             f"{SCOPE_KEY}={sat.scope} needs the FSDP engine of verl-sat, and this job runs {engine.__module__}."
             f"{engine.__qualname__}: set {SCOPE_KEY}=running, or actor_rollout_ref.actor.strategy=fsdp2"
         )
-    if step.dynamic_context_parallel and is_adaptive(sat):
+    if step.dynamic_context_parallel:
         raise ScopeError(
             f"{SCOPE_KEY}={sat.scope} (here {scope}): with {DYNAMIC_CP_KEY}=True ranks see different numbers of "
             f"micro-batches, and a collective would wait for ever: set {DYNAMIC_CP_KEY}=False or "
@@ -221,17 +218,18 @@ def level_for_call(
     Raises:
         ScopeError: as :func:`resolve`.
     """
-    step = current()
-    scope = resolve(sat, sequence_level, step)
     if not is_adaptive(sat):
         return None, "micro_batch"
+    step = current()
+    scope = resolve(sat, sequence_level, step)
     _say_once(step, sat, sequence_level, scope)
     if scope == "micro_batch":
         return None, scope
     step.calls += 1
     if scope == "running":
         zero = like.new_zeros(())
-        level = _previous.get(step.engine, Level(GateLevel(zero, zero), zero, zero > 0))
+        nothing_yet = Level(GateLevel(zero, zero), zero, zero > 0)
+        level = _previous.get(step.engine, {}).get((sequence_level, sat.quantile), nothing_yet)
     elif scope == "dp_group" or step.single_call:
         if step.single_call and step.calls > 1:
             raise ScopeError(f"{SCOPE_KEY}={sat.scope}: the engine announced one micro-batch and the loss saw a second")
@@ -273,18 +271,16 @@ def quantile_level(
     return Level(GateLevel(found.value, threshold), sequences, (found.value > 0) & found.following.isfinite())
 
 
-def remember(sat: SATConfig, bag: Observations, sequences: torch.Tensor) -> None:
+def remember(sat: SATConfig, sequence_level: bool, bag: Observations, sequences: torch.Tensor) -> None:
     """Keep what a call with scope ``running`` observed, for the mini-batch after this one.
 
     Args:
         sat: settings.
+        sequence_level: the call is one of ``sat_gspo``.
         bag: the exact observations of the call.
         sequences: responses in it, 0-dim.
     """
-    step = current()
-    step.quantile = sat.quantile
-    step.bags.append(bag)
-    step.sequences.append(sequences)
+    current().observed.setdefault((sequence_level, sat.quantile), []).append((bag, sequences))
 
 
 def _warn_once(text: str) -> None:
@@ -299,6 +295,9 @@ def _say_once(step: OptimizerStep | None, sat: SATConfig, sequence_level: bool, 
         text += " (auto)"
     if step is not None:
         text += f", engine {type(step.engine).__name__}"
+        if scope != "micro_batch":
+            group = step.group
+            text += f", data-parallel ranks {1 if group is None else torch.distributed.get_world_size(group)}"
     if scope == "running":
         text += "; the first mini-batch after a start or a resume keeps the nominal interval"
     if text in _said:

@@ -197,6 +197,7 @@ class Recorder:
 
     def clear(self) -> None:
         self.forwards, self.forward_rows, self.backwards = 0, 0, 0
+        self.modes = []
         self.calls, self.metrics, self.gradients = [], [], []
 
     @staticmethod
@@ -209,6 +210,7 @@ class Recorder:
 
     def _forward(self, module, args, kwargs) -> None:
         self.forwards += 1
+        self.modes.append([torch.is_grad_enabled(), module.training])
         self.forward_rows += kwargs["input_ids"].shape[0]
 
     def _call(self, original, micro_batch, loss_function, forward_only):
@@ -383,6 +385,7 @@ def run_step(worker, recorder, config, scenario, step, batches, rank, world_size
         os.environ.pop("VERL_SAT_LOSS", None)
     seen |= {
         "forwards": recorder.forwards,
+        "modes": recorder.modes,
         "forward_rows": recorder.forward_rows,
         "calls": recorder.calls,
         "metrics": recorder.metrics,

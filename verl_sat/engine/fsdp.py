@@ -93,7 +93,13 @@ class SATFSDPEngine(FSDPEngineWithLMHead):
 
     @torch.no_grad()
     def _log_probs_ahead(self, data: TensorDict) -> dict[str, Any]:
-        return super().forward_backward_batch(data, None, forward_only=True)
+        # As verl's own log-prob passes. In training mode its activation offload would wait for a backward pass.
+        training = self.module.training
+        self.module.eval()
+        try:
+            return super().forward_backward_batch(data, None, forward_only=True)
+        finally:
+            self.module.train(training)
 
     def _lag_metrics(self, data: TensorDict) -> dict[str, float]:
         if "extra_fields" not in data.keys() or "response_mask" not in data.keys():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -73,7 +72,9 @@ def look_ahead(step: scope.OptimizerStep, data: TensorDict, loss_function: Calla
     if is_one_micro_batch(data, step):
         step.single_call = True
         return
-    ahead = _forward_batch(step.engine, data)
+    # Split as the training is: the optimizer's state is on the device too, so this pass must not need more than that.
+    ahead = data.copy()
+    tu.assign_non_tensor(ahead, **_NOT_NEEDED)
     log_prob = no_padding_2_padding(forward(ahead)["model_output"]["log_probs"], data)
     fields = data.select("old_log_probs", "advantages", "response_mask").to_padded_tensor().to(log_prob.device)
     bag, sequences = observe(
@@ -98,19 +99,3 @@ def is_one_micro_batch(data: TensorDict, step: scope.OptimizerStep) -> bool:
     if step.group is not None:
         torch.distributed.all_reduce(fits, op=torch.distributed.ReduceOp.MIN, group=step.group)
     return bool(fits)  # sync ok: once for a mini-batch
-
-
-def _forward_batch(engine: Any, data: TensorDict) -> TensorDict:
-    """The mini-batch for the pass ahead: log-probs only, split as verl splits its own log-prob passes if it can be."""
-    ahead = data.copy()
-    settings = dict(_NOT_NEEDED)
-    config = engine.engine_config
-    if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
-        budget = data["max_token_len_per_gpu"]
-        settings["max_token_len_per_gpu"] = max(budget, config.infer_max_token_len_per_gpu or budget)
-    else:
-        size = data["micro_batch_size_per_gpu"]
-        wider = config.infer_micro_batch_size_per_gpu or size
-        settings["micro_batch_size_per_gpu"] = wider if wider > size and len(data) % wider == 0 else size
-    tu.assign_non_tensor(ahead, **settings)
-    return ahead
