@@ -58,7 +58,8 @@ def assert_agree(name, batch, actor, agg="token-mean", dtype=torch.float32):
     tolerance = dict(rtol=1e-12, atol=1e-13) if dtype == torch.float64 else dict(rtol=2e-6, atol=1e-7)
     torch.testing.assert_close(fast[0], plain[0], **tolerance)
     torch.testing.assert_close(fast[1], plain[1], **tolerance)
-    assert fast[2] == pytest.approx(plain[2], rel=tolerance["rtol"], abs=2 * tolerance["atol"])
+    # A mean radius is eps * (1 - mean of 1 - c): rounding of the order of eps, which is up to 4 here.
+    assert fast[2] == pytest.approx(plain[2], rel=tolerance["rtol"], abs=10 * tolerance["atol"])
     return fast
 
 
