@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy
 import torch
 
 if TYPE_CHECKING:
@@ -137,10 +136,6 @@ def radix_quantile(
     return Quantile(value, following, observed)
 
 
-# Up to here numpy's selection beats counting on a CPU.
-_SMALL = 1 << 16
-
-
 @torch.no_grad()
 def quantile_of_call(bag: Observations, level: float) -> torch.Tensor:
     """The quantile of one bag on this process alone, by whatever finds it soonest; the same number as all others.
@@ -153,19 +148,9 @@ def quantile_of_call(bag: Observations, level: float) -> torch.Tensor:
         The quantile, 0-dim, 0 of nothing.
     """
     values = bag.values.detach().reshape(-1)
-    if values.numel() == 0:
-        return values.new_zeros(())
+    if reads_are_free(values) or values.numel() == 0:
+        return radix_quantile([bag], level).value
     surplus = 0 if bag.surplus_zeros is None else bag.surplus_zeros
-    if reads_are_free(values):
-        if values.numel() > _SMALL:
-            return radix_quantile([bag], level).value
-        finite = values.numpy()[values.isfinite().numpy()]
-        # masked positions are zeros, so the smallest
-        observed = torch.tensor(finite.size) - surplus
-        if observed <= 0:
-            return values.new_zeros(())
-        index = int(rank_of(level, observed) + surplus) - 1
-        return values.new_tensor(numpy.partition(finite, index)[index])
     # On an accelerator sorting is itself a count of digits, and a handful of launches where ours are some fifty.
     observed = values.isfinite().sum() - surplus
     ordered = torch.where(values.isfinite(), values, torch.inf).sort().values
