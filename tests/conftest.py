@@ -5,6 +5,15 @@ import socket
 
 import pytest
 
+from verl_sat import once
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet():
+    """Every test hears what a process says once."""
+    once.forget()
+
+
 # Two cores and several processes: more threads only wait for each other, and results then depend on them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import ActorConfig
 
-from verl_sat import fused, policy_loss
+from verl_sat import fused, once, policy_loss
 from verl_sat.config import SATPolicyLossConfig
 from verl_sat.trust_region import GateLevel
 
@@ -178,7 +178,7 @@ def test_what_it_does_not_take_goes_to_the_plain_formula_once(name, spoil, caplo
     else:
         log_prob[1] = torch.nan
     batch, actor = (old, log_prob, advantages, mask), config(name, rows=6)
-    policy_loss._warned.clear()
+    once.forget()
     with caplog.at_level(logging.WARNING):
         fast, plain, _ = (run(name, batch, actor, which) for which in ("fast", "plain", "fast"))
     assert fast[4] == plain[4] == ["_plain_formula"]
@@ -289,3 +289,33 @@ def test_autocast_around_the_loss_changes_nothing(name, implementation):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = run(name, batch, config(name), implementation)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and found[2] == expected[2]
+
+
+@pytest.mark.parametrize(
+    "reason, sat, actor, weighted, dtype",
+    [
+        ("correction weights", {}, {}, True, torch.float32),
+        ("advantage_clip_scope=stale", dict(advantage_clip_high=1, advantage_clip_scope="stale"), {}, False, None),
+        ("a clip ratio beyond 4", {}, dict(clip_ratio_high=5.0), False, None),
+        ("dtypes torch.float32, torch.float32, torch.float64", {}, {}, False, torch.float64),
+    ],
+)
+def test_the_slower_formula_is_said_once_with_its_reason(reason, sat, actor, weighted, dtype, caplog, monkeypatch):
+    monkeypatch.delenv("VERL_SAT_LOSS", raising=False)
+    old, log_prob, advantages, mask = batch_of(14)
+    advantages = advantages.to(dtype or torch.float32)
+    weights = torch.ones_like(old) if weighted else None
+
+    def warned():
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                settings = config("sat_grpo", sat, **actor)
+                get_policy_loss_fn("sat_grpo")(old, log_prob, advantages, mask, "token-mean", settings, weights)
+        return [r.getMessage() for r in caplog.records if "by the plain formula" in r.getMessage()]
+
+    (message,) = warned()
+    assert reason in message
+    once.forget()
+    monkeypatch.setenv("VERL_SAT_LOSS", "plain")  # asked for, so nothing to say
+    assert warned() == []

@@ -22,7 +22,7 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
-from verl_sat import metrics, order_statistic, policy_loss
+from verl_sat import metrics, once, order_statistic, policy_loss
 from verl_sat.config import SATPolicyLossConfig
 from verl_sat.metrics import METRIC_KEYS, SHARED_METRICS
 
@@ -30,11 +30,6 @@ VECTORS = sat_reference.load_vectors()
 LOSSES = {"sat_grpo": "vanilla", "sat_gspo": "gspo"}
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 OWN_AGG = {"sat_grpo": "token-mean", "sat_gspo": "seq-mean-token-mean"}
-
-
-@pytest.fixture(autouse=True)
-def fresh_warnings(monkeypatch):
-    monkeypatch.setattr(policy_loss, "_warned", set())
 
 
 @pytest.fixture(autouse=True, params=["fast", "plain"])
@@ -104,7 +99,7 @@ def tokens(d, advantages=1.0, mask=None, dtype=torch.float32):
 
 
 def warnings_of(caplog):
-    return [r.getMessage() for r in caplog.records if r.name == policy_loss.__name__ and r.levelno == logging.WARNING]
+    return [r.getMessage() for r in caplog.records if r.name.startswith("verl_sat") and r.levelno == logging.WARNING]
 
 
 def assert_finite_metrics(values):
@@ -612,7 +607,7 @@ def test_few_responses_at_sequence_level_are_warned_about_once(caplog):
     """Section 4 of the paper leaves the scope open; with few responses a sequence-level gate opens for nobody."""
 
     def warned(rows, name="sat_gspo", **sat):
-        policy_loss._warned.clear()
+        once.forget()
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
@@ -626,7 +621,7 @@ def test_few_responses_at_sequence_level_are_warned_about_once(caplog):
     assert warned(8, q=0.1)[0] == warned(8, kernel="none")[0] == warned(8, quantile=1)[0] == 0
     assert warned(8, name="sat_grpo")[0] == 0
     # padding rows are no responses, and only padding is no reason to warn
-    policy_loss._warned.clear()
+    once.forget()
     caplog.clear()
     old, log_prob, advantages, mask = random_batch(23, rows=20)
     call("sat_gspo", (old, log_prob, advantages, mask & False), actor_config("sat_gspo"), agg="seq-mean-token-mean")

@@ -95,11 +95,6 @@ def texts(config):
     return "\n".join(map(str, preflight.check(config)))
 
 
-@pytest.fixture(autouse=True)
-def _fresh_warnings(monkeypatch):
-    monkeypatch.setattr(preflight, "_emitted", set())
-
-
 # --- off means off, and never a crash ----------------------------------------------------------------------------
 
 

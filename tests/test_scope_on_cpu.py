@@ -17,7 +17,7 @@ from verl.workers.config import PolicyLossConfig as StockPolicyLoss
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
-from verl_sat import policy_loss, preflight, preflight_scope, scope
+from verl_sat import once, preflight, preflight_scope, scope
 from verl_sat.config import SATConfig, SATPolicyLossConfig
 from verl_sat.engine.fsdp import SATFSDPEngine, register
 from verl_sat.engine.look_ahead import sat_settings
@@ -26,12 +26,6 @@ from verl_sat.scope_facts import few_sequences
 
 SCOPE = scope.SCOPE_KEY
 STRATEGY = "actor_rollout_ref.actor.strategy"
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    monkeypatch.setattr(scope, "_said", set())
-    monkeypatch.setattr(policy_loss, "_warned", set())
 
 
 class Engine(BaseEngine):
@@ -333,7 +327,7 @@ def test_a_scope_of_few_responses_is_warned_about_once(name, rows, warned, caplo
     found = [r.getMessage() for r in caplog.records if "plain GSPO" in r.getMessage()]
     assert len(found) == 1 and warned in found[0] and f"{rows} responses (scope {name})" in found[0]
     caplog.clear()
-    policy_loss._warned.clear()
+    once.forget()
     engine = Engine()
     with caplog.at_level(logging.WARNING):
         for seed in range(3):  # small calls, but running pools them

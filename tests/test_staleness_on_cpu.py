@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_sat import staleness
 from verl_sat.staleness import VersionClock, count_lags, lag_metrics
-
-
-@pytest.fixture(autouse=True)
-def forget_warnings():
-    staleness._warned.clear()
 
 
 def metrics_of(clock, versions, trained=None):

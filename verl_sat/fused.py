@@ -86,20 +86,20 @@ class LogRatio(NamedTuple):
         return Observations(self.mean.clamp(*SEQUENCE_LOG_RATIO_LIMITS).abs(), counts=self.lengths)
 
 
-def supported(log_prob: torch.Tensor, old_log_prob: torch.Tensor, advantages: torch.Tensor, settings: Settings) -> bool:
-    """Whether a call is of a kind that this path takes.
-
-    That is: one dtype, fp32 or fp64; not empty; advantages without gradient; radii of at most ``LARGEST_RADIUS``.
-    """
+def obstacle(
+    log_prob: torch.Tensor, old_log_prob: torch.Tensor, advantages: torch.Tensor, settings: Settings
+) -> str | None:
+    """What this path does not take in such a call, in words; None if it takes it."""
     dtype = log_prob.dtype
-    return (
-        dtype in (torch.float32, torch.float64)
-        and old_log_prob.dtype == advantages.dtype == dtype
-        and log_prob.dim() == 2
-        and log_prob.numel() > 0
-        and not advantages.requires_grad
-        and max(settings.clip_ratio_low, settings.clip_ratio_high) <= LARGEST_RADIUS
-    )
+    if dtype not in (torch.float32, torch.float64) or not old_log_prob.dtype == advantages.dtype == dtype:
+        return f"dtypes {log_prob.dtype}, {old_log_prob.dtype}, {advantages.dtype} that are not one"
+    if log_prob.dim() != 2 or log_prob.numel() == 0:
+        return "a call that is empty, or not of shape (batch_size, response_length)"
+    if advantages.requires_grad:
+        return "advantages with a gradient"
+    if max(settings.clip_ratio_low, settings.clip_ratio_high) > LARGEST_RADIUS:
+        return f"a clip ratio beyond {LARGEST_RADIUS:g}"
+    return None
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[slice]:

@@ -197,7 +197,7 @@ def _digit_counts(
 
 
 def _bincount(digits: torch.Tensor, counts: torch.Tensor | None, bins: int) -> torch.Tensor:
-    if counts is None and digits.device.type == "cpu":
+    if counts is None and reads_are_free(digits):
         return torch.bincount(digits, minlength=bins)
     # bincount sizes its output by the largest entry, which on an accelerator is a copy to the host
     weights = digits.new_ones(1, dtype=torch.int64).expand_as(digits) if counts is None else counts

@@ -27,19 +27,19 @@ import torch
 
 from verl_sat import fused, scope
 from verl_sat.advantage import clip_advantages
+from verl_sat.loss_inputs import MISSING_LOG_PROB, Inputs, check_inputs, observe, prepare, staleness_of
 from verl_sat.metrics import assemble, measure, to_host
+from verl_sat.once import warn_once
 from verl_sat.order_statistic import Observations, quantile_of_call
 from verl_sat.scope_facts import SCOPE_KEY, few_sequences
 from verl_sat.trust_region import (
     LOG_RATIO_LIMIT,
-    SEQUENCE_LOG_RATIO_LIMITS,
     GateLevel,
     inverse_cdf_quantile,
     mean_log_ratio,
     sat_trust_region,
     straight_through_ratio,
     surrogate,
-    token_log_ratio,
 )
 
 if TYPE_CHECKING:
@@ -47,30 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Below this [nats, about 2 %] the current policy contradicts an old log-prob of 0.0 beyond what training can do.
-MISSING_LOG_PROB = -4.0
 # `plain` computes every call by the readable formula: to compare, or for second derivatives.
 IMPLEMENTATION_VARIABLE = "VERL_SAT_LOSS"
-
-_warned: set[str] = set()
-
-
-def _warn_once(key: str, message: str, *args: Any) -> None:
-    if key not in _warned:
-        _warned.add(key)
-        logger.warning(f"verl-sat: {message}", *args)
-
-
-class _Batch(NamedTuple):
-    """Inputs in the compute dtype, shape (batch_size, response_length), with harmless values where masked."""
-
-    active: torch.Tensor  # bool: trained, and with a recorded old log-prob
-    log_ratio: torch.Tensor  # with gradient, not clamped, 0 where not active
-    advantages: torch.Tensor
-    weights: torch.Tensor | None
-    nonfinite: torch.Tensor  # bool: active, with an inf or NaN
-    nan: torch.Tensor  # bool: with a NaN
-    missing: torch.Tensor  # bool: left out for want of an old log-prob
 
 
 def compute_policy_loss_sat_grpo(
@@ -143,7 +121,8 @@ def compute_policy_loss_sat_gspo(
         SATConfigError: the ``sat`` block is wrong.
     """
     if loss_agg_mode != "seq-mean-token-mean":
-        _warn_once(
+        warn_once(
+            logger,
             "gspo aggregation",
             "sat_gspo with actor_rollout_ref.actor.loss_agg_mode=%s: responses no longer weigh equally; "
             "GSPO is defined with seq-mean-token-mean.",
@@ -186,10 +165,10 @@ def _sat_policy_loss(
         ),
         config,
         loss_agg_mode,
-        *_check(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights),
+        check_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights),
     )
     level, scope_name = scope.level_for_call(
-        sat, sequence_level, observe=lambda: _observe(sequence_level, _prepare(call)), like=call.log_prob.detach()
+        sat, sequence_level, lambda: observe(sequence_level, call.inputs), like=call.inputs.log_prob.detach()
     )
     result = _fast_path(call, level) or _plain_formula(call, level)
     if scope_name == "running":
@@ -205,18 +184,14 @@ def _sat_policy_loss(
 
 
 class _Call(NamedTuple):
-    """Settings and checked inputs of one call; tensors of shape (batch_size, response_length), fp32 or fp64."""
+    """Settings and checked inputs of one call."""
 
     sat: SATConfig
     sequence_level: bool
     numbers: fused.Settings
     config: Any
     loss_agg_mode: str
-    old_log_prob: torch.Tensor
-    log_prob: torch.Tensor
-    advantages: torch.Tensor
-    trained: torch.Tensor  # bool
-    weights: torch.Tensor | None
+    inputs: Inputs
 
 
 class _Result(NamedTuple):
@@ -235,23 +210,23 @@ def _fast_path(call: _Call, level: scope.Level | None) -> _Result | None:
     one transfer: log-probs that are not finite, beyond the clamp or never recorded make a second transfer, by the
     plain formula.
     """
-    sat = call.sat
-    clips_advantages = not (sat.advantage_clip_low is sat.advantage_clip_high is None)
-    if (
-        _plain_is_asked_for()
-        or call.weights is not None
-        or (clips_advantages and sat.advantage_clip_scope != "all")
-        or not fused.supported(call.log_prob, call.old_log_prob, call.advantages, call.numbers)
-    ):
+    sat, inputs = call.sat, call.inputs
+    if _plain_is_asked_for():
         return None
-    active, numbers = call.trained, call.numbers
+    obstacle = _obstacle(call)
+    if obstacle:
+        warn_once(
+            logger, obstacle, "SAT loss: computed by the plain formula, which is slower, because of %s.", obstacle
+        )
+        return None
+    active, numbers = inputs.trained, call.numbers
     # Differentiable inputs enter the graph by `attach` alone.
-    log_prob, old_log_prob = call.log_prob.detach(), call.old_log_prob.detach()
+    log_prob, old_log_prob = inputs.log_prob.detach(), inputs.old_log_prob.detach()
     first = fused.log_ratio(log_prob, old_log_prob, active, call.sequence_level, numbers.missing_log_prob)
     observed = first.observations()
     gate = _gate_level(sat, lambda: _quantile_of_call(observed, sat.quantile), level, first.kl)
     advantages, changed = clip_advantages(
-        call.advantages.detach(), sat.advantage_clip_low, sat.advantage_clip_high, "all", stale=None
+        inputs.advantages.detach(), sat.advantage_clip_low, sat.advantage_clip_high, "all", stale=None
     )
     terms = (fused.sequence_terms if call.sequence_level else fused.token_terms)(first, advantages, gate, numbers)
     dtype = log_prob.dtype
@@ -274,21 +249,32 @@ def _fast_path(call: _Call, level: scope.Level | None) -> _Result | None:
             "num_sequences": responses if level is None else level.sequences,
             "opens": _opens(sat, level, found["stale_frac"] > 0),
             # an infinite advantage that was clipped is not in the loss any more
-            "irregular": first.irregular | ~(found["loss"] if changed is None else call.advantages.sum()).isfinite(),
+            "irregular": first.irregular | ~(found["loss"] if changed is None else inputs.advantages.sum()).isfinite(),
         },
         sums,
         (first.lengths.sum() + 1e-8).to(dtype),  # as verl's masked_mean, to the last bit
     )
     if host.pop("irregular"):
-        _warn_once(
+        warn_once(
+            logger,
             "irregular",
             "SAT loss: a call holds a NaN or inf (perhaps in the padding), a log-ratio beyond the clamp or a log-prob "
             "that was never recorded. Such calls are computed a second time, by the plain formula, which is slower.",
         )
         return None
     host |= {"nonfinite_frac": 0.0, "missing_log_prob_frac": 0.0}
-    token_loss = fused.attach(call.log_prob, call.old_log_prob, terms)
+    token_loss = fused.attach(inputs.log_prob, inputs.old_log_prob, terms)
     return _Result(_aggregate(call, token_loss, active), host, observed, responses)
+
+
+def _obstacle(call: _Call) -> str | None:
+    """What of a call's kind the fast path does not take, in words; None if it takes the call."""
+    sat, inputs = call.sat, call.inputs
+    if inputs.weights is not None:
+        return "correction weights (rollout_is)"
+    if sat.advantage_clip_scope != "all" and not (sat.advantage_clip_low is sat.advantage_clip_high is None):
+        return "advantage_clip_scope=stale"
+    return fused.obstacle(inputs.log_prob, inputs.old_log_prob, inputs.advantages, call.numbers)
 
 
 def _quantile_of_call(observed: Observations, level: float) -> torch.Tensor:
@@ -308,12 +294,12 @@ def _plain_formula(call: _Call, level: scope.Level | None) -> _Result:
     """The formula as ``verl_sat.trust_region`` has it, for any input: the readable and checked reference."""
     sat, numbers = call.sat, call.numbers
     radii = dict(clip_ratio_low=numbers.clip_ratio_low, clip_ratio_high=numbers.clip_ratio_high)
-    batch = _prepare(call)
+    batch = prepare(call.inputs)
     active, log_ratio = batch.active, batch.log_ratio
 
     # Ratio (with gradient) and staleness (without): per token, or the response's mean at each of its tokens.
     token_clamped = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    staleness = _staleness(call.sequence_level, batch)
+    staleness = staleness_of(call.sequence_level, batch)
     valid = staleness.valid
     if call.sequence_level:
         ratio = straight_through_ratio(log_ratio, mean_log_ratio(log_ratio, active).detach())
@@ -353,7 +339,7 @@ def _plain_formula(call: _Call, level: scope.Level | None) -> _Result:
     )
     q = gate.q
     trained = (active | batch.missing).sum().clamp(min=1).to(q.dtype)
-    observed, responses = _as_observations(staleness)
+    observed, responses = staleness.observations()
     host = to_host(
         means
         | {
@@ -379,133 +365,6 @@ def _aggregate(call: _Call, loss_mat: torch.Tensor, active: torch.Tensor) -> tor
         loss_agg_mode=call.loss_agg_mode,
         **_aggregation_counts(call.config, active, call.loss_agg_mode),
     )
-
-
-class _Staleness(NamedTuple):
-    """The gated log-ratio of each token, and the values and counts that its quantile is taken of."""
-
-    valid: torch.Tensor  # bool: active and free of NaN
-    log_ratio: torch.Tensor  # detached, clamped, 0 where not valid
-    observed: torch.Tensor  # its size, per token or per response
-    counts: torch.Tensor  # bool per token, tokens per response
-
-
-def _staleness(sequence_level: bool, batch: _Batch) -> _Staleness:
-    log_ratio = batch.log_ratio.detach()
-    valid = batch.active & ~batch.nan
-    if not sequence_level:
-        clamped = torch.where(valid, log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), 0.0)
-        return _Staleness(valid, clamped, clamped.abs(), valid)
-    mean = mean_log_ratio(log_ratio, batch.active).clamp(*SEQUENCE_LOG_RATIO_LIMITS)
-    valid = valid & ~mean.isnan().unsqueeze(-1)
-    # One entry per response, counted once per token: the quantile over broadcast tokens, without broadcasting.
-    return _Staleness(valid, torch.where(valid, mean.unsqueeze(-1), 0.0), mean.abs(), valid.sum(dim=-1))
-
-
-def _as_observations(staleness: _Staleness) -> tuple[Observations, torch.Tensor]:
-    sequences = staleness.valid.any(dim=-1).sum()
-    if staleness.counts.dtype != torch.bool:
-        return Observations(staleness.observed, counts=staleness.counts), sequences
-    # per token, what does not count is 0 there
-    return Observations(staleness.observed, surplus_zeros=(~staleness.valid).sum()), sequences
-
-
-def _observe(sequence_level: bool, batch: _Batch) -> tuple[Observations, torch.Tensor]:
-    return _as_observations(_staleness(sequence_level, batch))
-
-
-@torch.no_grad()
-def observe(
-    sequence_level: bool,
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-) -> tuple[Observations, torch.Tensor]:
-    """What the gate's quantile is taken of, exactly as the losses take it, for an engine that looks ahead.
-
-    Args:
-        sequence_level: as ``sat_gspo``.
-        old_log_prob: log-probs of the policy that sampled [nats], shape (batch_size, response_length).
-        log_prob: of the current policy, same shape.
-        advantages: same shape; tokens with a NaN here are left out too.
-        response_mask: same shape.
-
-    Returns:
-        The observations, and the number of responses in them (0-dim).
-    """
-    return _observe(sequence_level, _prepare_inputs(*_check(old_log_prob, log_prob, advantages, response_mask, None)))
-
-
-def _check(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    rollout_is_weights: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The inputs in the compute dtype, the mask as bool."""
-    named = {
-        "old_log_prob": old_log_prob,
-        "log_prob": log_prob,
-        "advantages": advantages,
-        "response_mask": response_mask,
-    }
-    for name, tensor in named.items():
-        if tensor is None:
-            raise ValueError(f"{name} is required, got None")
-    if rollout_is_weights is not None:
-        named["rollout_is_weights"] = rollout_is_weights
-    if len({tensor.shape for tensor in named.values()}) > 1:
-        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items())
-        raise ValueError(f"all inputs must have the shape (batch_size, response_length) of log_prob, got {shapes}")
-    if log_prob.dtype.itemsize < 4 or old_log_prob.dtype.itemsize < 4:
-        _warn_once(
-            "16 bit",
-            "SAT loss: log_prob is %s and old_log_prob is %s, computed in fp32. 16-bit log-probs carry an error of the "
-            "size of a small clip radius: have the engines return fp32.",
-            log_prob.dtype,
-            old_log_prob.dtype,
-        )
-    dtype = torch.promote_types(torch.promote_types(log_prob.dtype, old_log_prob.dtype), torch.float32)
-    weights = None if rollout_is_weights is None else _at_least_fp32(rollout_is_weights)
-    return (
-        old_log_prob.to(dtype),
-        log_prob.to(dtype),
-        _at_least_fp32(advantages),
-        response_mask.bool(),
-        weights,
-    )
-
-
-def _prepare(call: _Call) -> _Batch:
-    return _prepare_inputs(call.old_log_prob, call.log_prob, call.advantages, call.trained, call.weights)
-
-
-def _prepare_inputs(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    trained: torch.Tensor,
-    weights: torch.Tensor | None,
-) -> _Batch:
-    certain = trained & (old_log_prob == 0)
-    contradicted = (certain & (log_prob < MISSING_LOG_PROB)).any(dim=-1, keepdim=True)
-    missing = certain & contradicted
-    active = trained & ~missing
-
-    log_ratio = token_log_ratio(log_prob, old_log_prob, active)
-    advantages = torch.where(active, advantages, 0.0)
-    weights = None if weights is None else torch.where(active, weights, 0.0)
-    # NaN or infinite where any of the inputs is: one test in place of three
-    probe = log_ratio.detach() + advantages
-    if weights is not None:
-        probe = probe + weights
-    return _Batch(active, log_ratio, advantages, weights, active & ~probe.isfinite(), probe.isnan(), missing)
-
-
-def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _gate_level(
@@ -553,7 +412,8 @@ def _aggregation_counts(config: Any, active: torch.Tensor, loss_agg_mode: str) -
     if counts.get("loss_scale_factor") is None:
         counts["loss_scale_factor"] = config.get("loss_scale_factor", None)
     if loss_agg_mode == "seq-mean-token-sum-norm" and counts["loss_scale_factor"] is None:
-        _warn_once(
+        warn_once(
+            logger,
             "loss_scale_factor",
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm without "
             "actor_rollout_ref.actor.loss_scale_factor divides by the padded width, so the loss depends on padding: "
@@ -566,7 +426,8 @@ def _aggregation_counts(config: Any, active: torch.Tensor, loss_agg_mode: str) -
         # an optimizer step without any active token: 0, not 0 / 0
         counts[name] = counts[name].clamp(min=1) if isinstance(counts[name], torch.Tensor) else max(counts[name], 1)
     elif (counts.get("dp_size") or 1) == 1:  # on more ranks verl raises, rightly
-        _warn_once(
+        warn_once(
+            logger,
             "local counts",
             "SAT loss: no %s in config.global_batch_info, so loss_agg_mode=%s divides by this call's own count. "
             "With more than one micro-batch per optimizer step a mean of such means is not the mini-batch's.",
@@ -580,7 +441,8 @@ def _aggregation_counts(config: Any, active: torch.Tensor, loss_agg_mode: str) -
 def _warn_about(host: dict[str, float], sat: SATConfig, sequence_level: bool, scope_name: str) -> None:
     """Say once what the numbers of a call give away."""
     if host["missing_log_prob_frac"] > 0:
-        _warn_once(
+        warn_once(
+            logger,
             "missing",
             "SAT loss: %.1f %% of the tokens of this call have an old log-prob of exactly 0.0 in a response where the "
             "current policy contradicts it: they were never recorded. They are left out of the loss and counted in "
@@ -588,7 +450,8 @@ def _warn_about(host: dict[str, float], sat: SATConfig, sequence_level: bool, sc
             100 * host["missing_log_prob_frac"],
         )
     if host["nonfinite_frac"] > 0:
-        _warn_once(
+        warn_once(
+            logger,
             "nonfinite",
             "SAT loss: %.2g of the tokens of this call have an inf or NaN in log-prob, old log-prob, advantage or "
             "weight (actor/sat/nonfinite_frac). Infinite log-ratios are clamped; a NaN makes the loss NaN.",
@@ -596,7 +459,8 @@ def _warn_about(host: dict[str, float], sat: SATConfig, sequence_level: bool, sc
         )
     needed = few_sequences(sat.quantile)
     if sequence_level and scope.is_adaptive(sat) and 0 < host["num_sequences"] < needed:
-        _warn_once(
+        warn_once(
+            logger,
             "few sequences",
             "sat_gspo: the quantile is taken over %d responses (scope %s). Over so few it is mostly the longest "
             "response itself, so nothing, or next to nothing, counts as stale and the loss is plain GSPO (see "
@@ -616,7 +480,8 @@ def _warn_about(host: dict[str, float], sat: SATConfig, sequence_level: bool, sc
         )
     if sat.advantage_clip_scope == "stale" and not (sat.advantage_clip_low is sat.advantage_clip_high is None):
         if sat.kernel == "none":
-            _warn_once(
+            warn_once(
+                logger,
                 "stale scope",
                 "actor_rollout_ref.actor.policy_loss.sat: with kernel=none no token is stale, so "
                 "advantage_clip_scope=stale clips no advantage; use advantage_clip_scope=all.",

@@ -16,6 +16,7 @@ from typing import Any
 
 from hydra.errors import CompactHydraException
 
+from verl_sat.once import first_time, warn_once
 from verl_sat.preflight_job import Finding, Job
 from verl_sat.preflight_rules import RULES, lost_to_bypass_rewrite
 from verl_sat.preflight_scope import describe_scope
@@ -23,8 +24,6 @@ from verl_sat.preflight_scope import describe_scope
 __all__ = ["Finding", "SATPreflightError", "check", "describe", "lost_to_bypass_rewrite", "run"]
 
 logger = logging.getLogger(__name__)
-
-_emitted: set[str] = set()
 
 
 class SATPreflightError(ValueError, CompactHydraException):
@@ -83,14 +82,11 @@ def run(config: Any) -> None:
 
 
 def _warn_once(text: str) -> None:
-    if text not in _emitted:
-        _emitted.add(text)
-        logger.warning("verl-sat: %s", text)
+    warn_once(logger, text, "%s", text)
 
 
 def _say_once(text: str) -> None:
-    if text not in _emitted:
-        _emitted.add(text)
+    if first_time((__name__, text)):
         print(text, flush=True)  # as verl's own "[validate_config] ..." line, which INFO logging would hide
 
 

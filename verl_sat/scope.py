@@ -12,8 +12,8 @@ four scopes:
   mini-batch of a process, after a start or a resume, keeps the nominal interval.
 
 An :class:`OptimizerStep` is open while verl's ``BaseEngine.train_batch`` runs (a guarded wrap in ``_compat.py``), and
-the losses find it here. Every decision below depends on settings alone, never on data, so all ranks take part in the
-same collectives, also those without an active token, and none raises alone.
+the losses find it here. Every decision below depends on settings, or on what all ranks agreed on, and never on the data
+of one: all take part in the same collectives, also those without an active token, and none raises alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from verl_sat.once import first_time, warn_once
 from verl_sat.order_statistic import Observations, radix_quantile
 from verl_sat.scope_facts import DYNAMIC_CP_KEY, SCOPE_KEY
 from verl_sat.trust_region import GateLevel
@@ -98,7 +99,6 @@ _current: ContextVar[OptimizerStep | None] = ContextVar("verl_sat_optimizer_step
 _Kind = tuple[bool, float]
 # The levels that the last mini-batch of an engine leaves for the next; they go with the engine.
 _previous: weakref.WeakKeyDictionary[Any, dict[_Kind, Level]] = weakref.WeakKeyDictionary()
-_said: set[str] = set()
 
 
 @contextmanager
@@ -170,9 +170,11 @@ def resolve(sat: SATConfig, sequence_level: bool, step: OptimizerStep | None) ->
         scope = "micro_batch" if not sequence_level else "running"
         if sequence_level and step is None:
             scope = "micro_batch"
-            _warn_once(
+            warn_once(
+                logger,
+                "outside",
                 "sat_gspo was called outside an optimizer step of a verl engine, where there is no wider scope: "
-                "its quantile is over this call's responses alone"
+                "its quantile is over this call's responses alone",
             )
         elif sequence_level and step.sees_mini_batch:
             scope = "mini_batch"
@@ -283,25 +285,20 @@ def remember(sat: SATConfig, sequence_level: bool, bag: Observations, sequences:
     current().observed.setdefault((sequence_level, sat.quantile), []).append((bag, sequences))
 
 
-def _warn_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        logger.warning("verl-sat: %s", text)
-
-
 def _say_once(step: OptimizerStep | None, sat: SATConfig, sequence_level: bool, scope: str) -> None:
+    engine = None if step is None else type(step.engine).__name__
+    if not first_time((__name__, sat.scope, sequence_level, scope, engine)):
+        return
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
     text = f"[verl-sat] {'sat_gspo' if sequence_level else 'sat_grpo'}: quantile over scope {scope}"
     if sat.scope == "auto":
         text += " (auto)"
-    if step is not None:
-        text += f", engine {type(step.engine).__name__}"
-        if scope != "micro_batch":
-            group = step.group
-            text += f", data-parallel ranks {1 if group is None else torch.distributed.get_world_size(group)}"
+    if engine is not None:
+        text += f", engine {engine}"
+    if scope != "micro_batch":
+        group = step.group
+        text += f", data-parallel ranks {1 if group is None else torch.distributed.get_world_size(group)}"
     if scope == "running":
         text += "; the first mini-batch after a start or a resume keeps the nominal interval"
-    if text in _said:
-        return
-    _said.add(text)
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        print(text, flush=True)  # as verl's own start-up lines, which INFO logging would hide
+    print(text, flush=True)  # as verl's own start-up lines, which INFO logging would hide

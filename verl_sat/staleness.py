@@ -18,6 +18,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from verl_sat.once import warn_once
+
 logger = logging.getLogger(__name__)
 
 PREFIX = "actor/staleness"
@@ -91,15 +93,6 @@ def count_lags(clock: VersionClock, versions: Sequence[int | None], trained: Seq
     )
 
 
-_warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        logger.warning("verl-sat: %s", message)
-
-
 def lag_metrics(sums: Sequence[float], oldest: float) -> dict[str, float]:
     """Metrics of a mini-batch from the counts of all ranks.
 
@@ -115,14 +108,18 @@ def lag_metrics(sums: Sequence[float], oldest: float) -> dict[str, float]:
     known, unknown, versions, updates, censored = sums
     metrics = {f"{PREFIX}/unknown_frac": unknown / max(known + unknown, 1.0)}
     if unknown:
-        _warn_once(
+        warn_once(
+            logger,
+            "unknown",
             f"{unknown:.0f} of {known + unknown:.0f} samples carry no weight version (min_global_steps): their lag is "
-            f"not counted ({PREFIX}/unknown_frac). The rollout server must report extra_fields.global_steps."
+            f"not counted ({PREFIX}/unknown_frac). The rollout server must report extra_fields.global_steps.",
         )
     if censored:
-        _warn_once(
+        warn_once(
+            logger,
+            "censored",
             f"{censored:.0f} samples were generated before this process started (a resume): their lag in optimizer "
-            f"updates is a lower bound ({PREFIX}/updates_censored_frac)."
+            f"updates is a lower bound ({PREFIX}/updates_censored_frac).",
         )
     if known:
         metrics[f"{PREFIX}/versions"] = versions / known

@@ -5,7 +5,7 @@ Nothing here is imported unless ``VERL_PLATFORM=cpu`` asks for it.
 
 from __future__ import annotations
 
-import wrapt
+from verl_sat import _compat
 
 
 def install() -> None:
@@ -17,8 +17,8 @@ def install() -> None:
     from verl_sat.embedded import platform
 
     platform.register()
-    wrapt.register_post_import_hook(_register_engine, "verl.workers.engine.fsdp")
-    wrapt.register_post_import_hook(_register_rollout, "verl.workers.rollout.replica")
+    _compat.when_imported("verl.workers.engine.fsdp", _register_engine)
+    _compat.when_imported("verl.workers.rollout.replica", _register_rollout)
 
 
 def _register_engine(_module: object) -> None:

@@ -19,7 +19,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_sat import scope
 from verl_sat.config import LOSS_MODE_PREFIX, SATConfig, get_sat_config
-from verl_sat.policy_loss import observe
+from verl_sat.loss_inputs import check_inputs, observe
 
 SEQUENCE_LEVEL = {"sat_grpo": False, "sat_gspo": True}
 # What the extra pass computes is the log-probs: these would cost it time or memory, or need the loss.
@@ -77,9 +77,8 @@ def look_ahead(step: scope.OptimizerStep, data: TensorDict, loss_function: Calla
     tu.assign_non_tensor(ahead, **_NOT_NEEDED)
     log_prob = no_padding_2_padding(forward(ahead)["model_output"]["log_probs"], data)
     fields = data.select("old_log_probs", "advantages", "response_mask").to_padded_tensor().to(log_prob.device)
-    bag, sequences = observe(
-        sequence_level, fields["old_log_probs"], log_prob, fields["advantages"], fields["response_mask"]
-    )
+    inputs = check_inputs(fields["old_log_probs"], log_prob, fields["advantages"], fields["response_mask"])
+    bag, sequences = observe(sequence_level, inputs)
     step.level = scope.quantile_level([bag], sequences, sat.quantile, step.group, between=True)
 
 
