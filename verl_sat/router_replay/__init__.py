@@ -1,0 +1,1 @@
+"""Rollout routing replay (R3): experts that the rollout engine chose, recorded, carried and replayed in training."""
