@@ -7,7 +7,7 @@
 # device:    2 CPU cores, about 5 GiB of memory
 #
 # usage: examples/quickstart.sh [--lag L] [--lag-kind constant|broadcast] [--loss NAME] [--steps N] [--seed N]
-#                               [--out DIR] [hydra overrides of verl's configuration ...]
+#                               [--replay R3|disabled] [--rollout-dtype fp32|bf16] [--out DIR] [hydra overrides of verl's configuration ...]
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." > /dev/null && pwd)"

@@ -293,3 +293,134 @@ def families() -> dict[str, Family]:
             global_head_dim=16,
         ),
     }
+
+
+GROUPS = {"n_group": 4, "topk_group": 2}
+
+
+def more_families() -> dict[str, Family]:
+    """What the families above can also be set to, and models of which only a part is a language model."""
+    latent = {**ROUTED, **LATENT, "head_dim": 8}
+    return {
+        "deepseek_v2, groups": _family(
+            "DeepseekV2ForCausalLM",
+            "DeepseekV2Config",
+            **{**latent, **GROUPS},
+            topk_method="group_limited_greedy",
+            routed_scaling_factor=16.0,
+            first_k_dense_replace=1,
+        ),
+        "deepseek_v3, groups": _family(
+            "DeepseekV3ForCausalLM", "DeepseekV3Config", **{**latent, **GROUPS}, first_k_dense_replace=1
+        ),
+        "mistral4, groups": _family(
+            "Mistral4ForCausalLM",
+            "Mistral4Config",
+            **{**latent, **GROUPS, "head_dim": 16},
+            norm_topk_prob=True,
+            first_k_dense_replace=1,
+        ),
+        "qwen3_moe, normalised": _family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **QWEN, norm_topk_prob=True),
+        "cohere2_moe, sigmoid": _family(
+            "Cohere2MoeForCausalLM",
+            "Cohere2MoeConfig",
+            **QWEN,
+            expert_selection_fn="sigmoid",
+            norm_topk_prob=True,
+            first_k_dense_replace=1,
+        ),
+        "qwen3_omni_moe, with talker": lambda: (
+            "Qwen3OmniMoeForConditionalGeneration",
+            transformers.Qwen3OmniMoeConfig(
+                thinker_config=families()["qwen3_omni_moe"]()[1].to_dict(),
+                talker_config={
+                    "text_config": {**SIZES, **QWEN, "mlp_only_layers": [], "shared_expert_intermediate_size": 16},
+                    "code_predictor_config": SIZES,
+                    "thinker_hidden_size": HIDDEN,
+                    "num_code_groups": 2,
+                    "spatial_merge_size": 2,
+                },
+                code2wav_config={
+                    "hidden_size": 16,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 1,
+                    "num_key_value_heads": 1,
+                    "intermediate_size": 16,
+                    "codebook_size": 8,
+                    "num_quantizers": 1,
+                    "decoder_dim": 16,
+                },
+            ),
+        ),
+        "deepseek_ocr2": _nested(
+            "DeepseekOcr2ForConditionalGeneration",
+            "DeepseekOcr2Config",
+            {**ROUTED, "mlp_layer_types": DENSE_FIRST},
+            vision_config={
+                "sam_config": {
+                    "hidden_size": 32,
+                    "output_channels": 16,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                    "image_size": 64,
+                    "mlp_dim": 32,
+                    "downsample_channels": [16, 32],
+                    "global_attn_indexes": [0],
+                },
+                "encoder_config": SIZES,
+            },
+        ),
+        "openai_privacy_filter": _family(
+            "OpenAIPrivacyFilterForTokenClassification", "OpenAIPrivacyFilterConfig", **LOCAL
+        ),
+        "ernie4_5_vl_moe": _nested(
+            "Ernie4_5_VLMoeForConditionalGeneration",
+            "Ernie4_5_VLMoeConfig",
+            {
+                "moe_num_experts": EXPERTS,
+                "moe_k": TOP_K,
+                "moe_intermediate_size": [16, 16],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
+            },
+            vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "patch_size": 4},
+        ),
+        "doge": _family(
+            "DogeForCausalLM", "DogeConfig", is_moe=True, num_experts=2 * EXPERTS, num_experts_per_tok=TOP_K
+        ),
+        "switch_transformers": lambda: (
+            "SwitchTransformersForConditionalGeneration",
+            transformers.SwitchTransformersConfig(
+                vocab_size=VOCABULARY,
+                d_model=HIDDEN,
+                d_kv=16,
+                d_ff=32,
+                num_layers=2,
+                num_heads=2,
+                num_sparse_encoder_layers=1,
+                num_sparse_decoder_layers=1,
+                num_experts=EXPERTS,
+            ),
+        ),
+        "nllb_moe": lambda: (
+            "NllbMoeForConditionalGeneration",
+            transformers.NllbMoeConfig(
+                vocab_size=VOCABULARY,
+                d_model=HIDDEN,
+                encoder_layers=2,
+                decoder_layers=2,
+                encoder_ffn_dim=32,
+                decoder_ffn_dim=32,
+                encoder_attention_heads=2,
+                decoder_attention_heads=2,
+                num_experts=EXPERTS,
+                encoder_sparse_step=1,
+                decoder_sparse_step=1,
+            ),
+        ),
+    }
+
+
+if __name__ == "__main__":
+    from moe_replay import table
+
+    print(table())

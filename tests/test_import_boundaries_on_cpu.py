@@ -21,7 +21,19 @@ MODULES = {str(path.relative_to(ROOT.parent)): path for path in sorted(ROOT.rglo
 FORBIDDEN = {
     "verl_sat/__init__.py": ("",),  # nothing at all
     "verl_sat/trust_region.py": ("verl", "verl_sat"),
-    "verl_sat/router_replay/record.py": ("verl", "verl_sat.trust_region"),
+    **{
+        f"verl_sat/router_replay/{name}.py": (
+            "verl",
+            "torch",
+            "transformers",
+            "sglang",
+            "vllm",
+            "verl_sat.trust_region",
+        )
+        for name in ("layout", "record", "checks", "engines")
+    },
+    **{f"verl_sat/router_replay/{name}.py": ("verl", "transformers") for name in ("hook", "routers")},
+    "verl_sat/router_replay/client.py": ("torch", "ray", "verl_sat.engine", "verl_sat.embedded"),
     "verl_sat/policy_loss.py": ("verl_sat.router_replay", "verl_sat.engine", "verl_sat.embedded", "verl_sat.sampler"),
     "verl_sat/config.py": ("verl_sat.router_replay", "verl_sat.engine", "verl_sat.embedded", "verl_sat.policy_loss"),
     "verl_sat/metrics.py": ("verl",),

@@ -41,6 +41,13 @@ SCHEMA = {
         "bypass_mode": bool,
         "sat": dict,
     },
+    "replay": {
+        "mode": str,
+        "rollout_dtype": str,
+        "replayed_frac": float | None,
+        "disagreement_frac": float | None,
+        "bytes_per_token": float | None,
+    },
     "reward": {"warm_start": float, "first": float, "last": float, "window_steps": int},
     "seconds": {"check": float, "prepare": float, "start": float, "train": float},
     "versions": dict,
@@ -117,7 +124,9 @@ def make_config(with_sat=True, sync_step=1, warmup=2, epochs=1):
         "total_training_steps": 25,
         "v1": {"separate_async": {"parameter_sync_step": sync_step, "num_warmup_batches": warmup}},
     }
-    return OmegaConf.create({"actor_rollout_ref": {"actor": actor}, "algorithm": correction, "trainer": trainer})
+    actor["fsdp_config"] = {"router_replay": {"mode": "R3"}}
+    roles = {"actor": actor, "rollout": {"dtype": "float32"}}
+    return OmegaConf.create({"actor_rollout_ref": roles, "algorithm": correction, "trainer": trainer})
 
 
 def make_records(rewards, versions):
@@ -154,7 +163,7 @@ def build(records, **changes):
 def test_summary_has_the_frozen_schema():
     result = build(make_records([0.1] * 5, [0.0, 1.0, 2.0, 2.0, 2.0]))
     check_schema(result, SCHEMA)
-    assert summary.SCHEMA_VERSION == 1  # a changed schema raises it, and this test with it
+    assert summary.SCHEMA_VERSION == 2  # a changed schema raises it, and this test with it
 
 
 def test_summary_measures_the_lag_after_the_ramp_and_the_reward_at_both_ends():
@@ -248,6 +257,8 @@ def test_log_finds_our_warnings_and_the_root_of_a_failure(tmp_path):
 # ---- errors before anything starts
 
 SAT = "actor_rollout_ref.actor.policy_loss.sat"
+REPLAY_MODE = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
+REPLAY_FLAG = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 
 
 @pytest.mark.parametrize(
@@ -269,6 +280,10 @@ SAT = "actor_rollout_ref.actor.policy_loss.sat"
         (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], ["tensor_model_parallel_size=2"]),
         (["--lag", "-1"], ["--lag"]),
         (["--lag-kind", "steady"], ["--lag-kind"]),
+        (["--replay", "R2"], ["--replay"]),
+        (["++actor_rollout_ref.rollout.enable_rollout_routing_replay=False"], [REPLAY_MODE, REPLAY_FLAG]),
+        (["--replay", "disabled", "++actor_rollout_ref.rollout.enable_rollout_routing_replay=True"], [REPLAY_MODE]),
+        ([f"{REPLAY_MODE}=R4"], [REPLAY_MODE, "R4"]),
     ],
 )
 def test_a_mistake_is_one_readable_error_that_names_the_key(tmp_path, arguments, words):
@@ -307,7 +322,12 @@ def test_lag_1_reports_finite_metrics_and_achieves_the_lag(tmp_path):
             assert math.isfinite(line["data"][key]), key
         assert line["data"]["actor/staleness/unknown_frac"] == 0
         assert line["data"]["actor/sat/nonfinite_frac"] == 0
+        assert line["data"]["actor/r3/replayed_frac"] == 1
+        assert line["data"]["actor/r3/bytes_per_token"] == 8  # 4 layers, two one-byte codes each
     assert [line["data"]["actor/staleness/versions"] for line in lines] == [0, 1, 1, 1]
+    # the same weights in fp32 choose the same experts; one version later some choices differ
+    assert [line["data"]["actor/r3/disagreement_frac"] > 0 for line in lines] == [False, True, True, True]
+    assert result["replay"]["mode"] == "R3" and result["replay"]["replayed_frac"] == 1
     # On-policy and fp32 on both sides, the ratio of the first step is 1 up to rounding.
     assert lines[0]["data"]["actor/sat/abs_log_ratio"] < 1e-5
     assert lines[1]["data"]["actor/sat/abs_log_ratio"] > 1e-4
@@ -329,6 +349,7 @@ def test_broadcast_lag_is_one_version_and_L_to_2L_minus_1_updates_in_decoupled_m
     lines, result = read_run(tmp_path)
     assert result["lag"]["configured"] == {"versions": 1, "updates": 2, "updates_oldest": 3, "ramp_steps": 1}
     for line in lines[1:]:
+        assert line["data"]["actor/r3/replayed_frac"] == 1  # in the log-prob pass as well, or it would have failed
         assert line["data"]["actor/staleness/versions"] == 1
         assert line["data"]["actor/staleness/updates"] == pytest.approx(2.5)  # sub-steps 2 and 3, averaged
         assert line["data"]["actor/staleness/inexact_frac"] == 0

@@ -185,6 +185,64 @@ def _around_the_optimizer_step(original: Callable[..., Any]) -> Callable[..., An
     return train_batch
 
 
+def _routes_of_a_segment(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Check and encode the routes of each answer of a rollout server, before verl joins or pads anything."""
+
+    @functools.wraps(original)
+    async def generate(self: Any, request_id: Any, **kwargs: Any) -> Any:
+        output = await original(self, request_id, **kwargs)
+        from verl_sat.router_replay import client
+
+        client.after_segment(self, output, kwargs["prompt_ids"], request_id, kwargs.get("sampling_params"))
+        return output
+
+    return generate
+
+
+def _routes_of_a_partial_rollout(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep what is known of each segment's rows while verl joins the segments."""
+
+    @functools.wraps(original)
+    async def generate(self: Any, request_id: Any, **kwargs: Any) -> Any:
+        from verl_sat.router_replay import client
+
+        with client.joining() as segments:
+            output = await original(self, request_id, **kwargs)
+        client.after_joining(self, output, segments, len(kwargs["prompt_ids"]))
+        return output
+
+    return generate
+
+
+def _routes_of_a_turn(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the first captured rows of a trajectory win over what an engine returns for them on a later turn."""
+
+    @functools.wraps(original)
+    async def handle_state(self: Any, agent_data: Any, *args: Any, **kwargs: Any) -> Any:
+        from verl_sat.router_replay import client
+
+        with client.one_turn() as turn:
+            state = await original(self, agent_data, *args, **kwargs)
+        client.after_turn(self, agent_data, turn)
+        return state
+
+    return handle_state
+
+
+def _routes_of_sglang(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Read the routes that SGLang returns, where routes are asked for at all."""
+
+    @functools.wraps(original)
+    async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.config.enable_rollout_routing_replay:
+            return await original(self, *args, **kwargs)
+        from verl_sat.router_replay import sglang_server
+
+        return await sglang_server.generate(original, self, *args, **kwargs)
+
+    return generate
+
+
 def _one_backend_for_the_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     """Ask for ``cpu:gloo`` where verl would ask for ``cpu:gloo,cpu:gloo``, which torch refuses."""
 
@@ -267,6 +325,71 @@ LEDGER: list[Patch] = [
         why="a loss is called once per micro-batch and sees nothing of the mini-batch: neither the engine and its "
         "data-parallel group (scope `dp_group`), nor where a mini-batch ends (scope `running`)",
         remove_when="verl passes the loss its engine's data-parallel group and tells it of the end of a mini-batch",
+    ),
+    Patch(
+        name="routes_of_a_segment",
+        target="verl.workers.rollout.llm_server:LLMServerClient.generate",
+        parameters=(
+            "self",
+            "request_id",
+            "prompt_ids",
+            "sampling_params",
+            "image_data",
+            "video_data",
+            "audio_data",
+            "mm_processor_kwargs",
+            "kwargs",
+        ),
+        wrap=_routes_of_a_segment,
+        why="a row without a route becomes expert 0 (zero fill), a sample without routes breaks its batch, and a "
+        "segment without routes lets verl take a later version's rows for it; only where our FSDP engine replays",
+        remove_when="verl carries rows that are not recorded as such",
+    ),
+    Patch(
+        name="routes_of_a_partial_rollout",
+        target="verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate",
+        parameters=(
+            "self",
+            "request_id",
+            "prompt_ids",
+            "sampling_params",
+            "image_data",
+            "video_data",
+            "audio_data",
+            "mm_processor_kwargs",
+            "kwargs",
+        ),
+        wrap=_routes_of_a_partial_rollout,
+        why="verl drops `extra_fields` of all segments but its own three; which version routed which row, and why a "
+        "row is missing, would be lost",
+        remove_when="verl keeps the version of each segment",
+    ),
+    Patch(
+        name="routes_of_a_turn",
+        target="verl.experimental.agent_loop.tool_agent_loop:ToolAgentLoop._handle_generating_state",
+        parameters=("self", "agent_data", "sampling_params", "ignore_termination"),
+        wrap=_routes_of_a_turn,
+        why="verl overwrites the routes of earlier turns with the last turn's, which newer weights chose",
+        remove_when="verl appends the rows of a turn (verl#6054, #7222)",
+    ),
+    Patch(
+        name="routes_of_sglang",
+        target="verl.workers.rollout.sglang_rollout.async_sglang_server:SGLangHttpServer.generate",
+        parameters=(
+            "self",
+            "prompt_ids",
+            "sampling_params",
+            "request_id",
+            "image_data",
+            "video_data",
+            "bootstrap_host",
+            "bootstrap_port",
+            "bootstrap_room",
+        ),
+        wrap=_routes_of_sglang,
+        why="SGLang >= 0.5.12 returns routes as base64 text, on which verl calls `.numpy()` or which it reads with a "
+        "module that SGLang has moved: with `enable_rollout_routing_replay` every request fails, Megatron's too",
+        remove_when="verl decodes `meta_info['routed_experts']` itself",
     ),
     Patch(
         name="cpu_process_group",

@@ -6,7 +6,7 @@ trained) or meaningless (every ratio is 1) is found here, before a worker starts
 full key and the value to set.
 
 `check` is a pure function of the composed configuration and never raises; `run` raises or logs what it found.
-A configuration without any of our names has no findings.
+A configuration without any of our names, and without replay of routes, has no findings.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hydra.errors import CompactHydraException
 
 from verl_sat.once import first_time, warn_once
 from verl_sat.preflight_job import Finding, Job
+from verl_sat.preflight_r3 import R3_RULES, asks_for_replay, describe_replay
 from verl_sat.preflight_rules import RULES, lost_to_bypass_rewrite
 from verl_sat.preflight_scope import describe_scope
 
@@ -42,18 +43,17 @@ class SATPreflightError(ValueError, CompactHydraException):
 
 
 def check(config: Any) -> list[Finding]:
-    """Find what would lose SAT or make it meaningless.
+    """Find what would lose SAT or replay of routes, or make them meaningless.
 
     Args:
         config: the composed configuration of any of verl's trainers (DictConfig or mapping). Keys may be missing.
     Returns:
-        Findings, errors first. Empty if the configuration names nothing of ours.
+        Findings, errors first. Empty if the configuration names nothing of ours and asks for no replay.
     """
     job = Job.read(config)
-    if not job.concerns_us:
-        return []
+    rules = (RULES if job.concerns_us else ()) + (R3_RULES if asks_for_replay(job) else ())
     findings: list[Finding] = []
-    for rule in RULES:
+    for rule in rules:
         try:
             findings.extend(rule(job))
         except Exception as error:  # a rule that cannot be evaluated must not stop a job that would run
@@ -79,6 +79,9 @@ def run(config: Any) -> None:
     job = Job.read(config)
     if job.sat:
         _say_once(f"[verl-sat] {describe(job)}")
+    replay = describe_replay(job)
+    if replay:
+        _say_once(f"[verl-sat] {replay}")
 
 
 def _warn_once(text: str) -> None:

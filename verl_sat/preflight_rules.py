@@ -9,7 +9,7 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
@@ -67,24 +67,32 @@ def _plugin_is_loaded(job: Job) -> Iterator[Finding]:
 
 
 def _plugin_reaches_the_workers(job: Job) -> Iterator[Finding]:
-    """verl does not forward VERL_USE_EXTERNAL_MODULES to Ray (`verl/trainer/constants_ppo.py`), so a worker of another
-    raylet finds us by the entry point or not at all."""
-    if not job.sat or _entry_point_is_used():
-        return
+    missing = plugin_missing_elsewhere(job) if job.sat else None
+    if missing is not None:
+        level, remedy = missing
+        yield Finding(
+            level,
+            LOSS_MODE,
+            f"verl finds verl-sat in this process only: its entry point is not used here, and Ray workers started by "
+            f"another raylet would report loss_mode={job.loss_mode} as unsupported. Install verl-sat on every node and "
+            f"leave VERL_USE_EXTERNAL_PLUGINS at auto, or pass the module on",
+            remedy,
+        )
+
+
+def plugin_missing_elsewhere(job: Job) -> tuple[Literal["error", "warning"], str] | None:
+    """Whether workers of another raylet would run without this plugin: how bad that is, and the override against it.
+
+    verl does not forward VERL_USE_EXTERNAL_MODULES to Ray (`verl/trainer/constants_ppo.py`), so such a worker finds us
+    by the entry point or not at all.
+    """
     env = "ray_kwargs.ray_init.runtime_env.env_vars"
-    if "verl_sat" in str(job.get(f"{env}.VERL_USE_EXTERNAL_MODULES", "")):
-        return
+    if _entry_point_is_used() or "verl_sat" in str(job.get(f"{env}.VERL_USE_EXTERNAL_MODULES", "")):
+        return None
     elsewhere = (
         int(job.get("trainer.nnodes", 1)) > 1 or job.get("ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS")
     )
-    yield Finding(
-        "error" if elsewhere else "warning",
-        LOSS_MODE,
-        f"verl finds verl-sat in this process only: its entry point is not used here, and Ray workers started by "
-        f"another raylet would report loss_mode={job.loss_mode} as unsupported. Install verl-sat on every node and "
-        f"leave VERL_USE_EXTERNAL_PLUGINS at auto, or pass the module on",
-        f"+{env}.VERL_USE_EXTERNAL_MODULES=verl_sat.plugin",
-    )
+    return "error" if elsewhere else "warning", f"+{env}.VERL_USE_EXTERNAL_MODULES=verl_sat.plugin"
 
 
 def _entry_point_is_used() -> bool:

@@ -135,6 +135,7 @@ class ProgressView:
             f"lag {_show(data.get('actor/staleness/versions'), 1)} versions, "
             f"{_show(data.get('actor/staleness/updates'), 1)} updates  "
             f"eps_eff {_show(data.get('actor/sat/eps_eff_low'))}/{_show(data.get('actor/sat/eps_eff_high'))}  "
+            f"replayed {_show(data.get('actor/r3/replayed_frac'))}  "
             f"left {'-' if left is None else f'{left:.0f} s'}"
         )
         if not self.console.is_terminal:

@@ -42,6 +42,23 @@ class LagKind(str, Enum):
     broadcast = "broadcast"
 
 
+class Replay(str, Enum):
+    """Whether the experts that the rollout chose are replayed in training."""
+
+    R3 = "R3"
+    disabled = "disabled"
+
+
+class RolloutDtype(str, Enum):
+    """Precision of the rollout's model; the trainer's is fp32."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}  # verl's
+
+
 class QuickstartError(RuntimeError):
     """Something the user can change; shown as one message, without a traceback."""
 
@@ -57,6 +74,8 @@ class Settings:
     seed: int
     out: Path
     overrides: tuple[str, ...]
+    replay: str = "R3"
+    rollout_dtype: str = "fp32"
 
 
 def quoted(value: object) -> str:
@@ -78,7 +97,10 @@ def build_overrides(settings: Settings, job: object) -> list[str]:
         ]
         if settings.loss in SEQUENCE_LOSSES:
             overrides.append(f"{actor}.loss_agg_mode=seq-mean-token-mean")
+    if settings.replay == "R3":
+        overrides.append("+r3=fsdp")
     overrides += [
+        f"actor_rollout_ref.rollout.dtype={DTYPE_NAMES[settings.rollout_dtype]}",
         f"actor_rollout_ref.model.path={quoted(job.model_path)}",
         f"data.train_files={quoted(job.train_file)}",
         f"data.val_files={quoted(job.test_file)}",
@@ -366,6 +388,12 @@ def main(
     ),
     steps: Annotated[int, typer.Option(min=1, help="Trainer steps.")] = 40,
     seed: Annotated[int, typer.Option(min=0, help="Seed of model, data and sampling.")] = 1,
+    replay: Annotated[
+        Replay, typer.Option(help="R3: the experts that the rollout chose are replayed in training.")
+    ] = Replay.R3,
+    rollout_dtype: Annotated[
+        RolloutDtype, typer.Option(help="Precision of the rollout; bf16 shows the mismatch of a real engine.")
+    ] = RolloutDtype.fp32,
     out: Annotated[Path | None, typer.Option(help="Folder to write to (out/LOSS-KIND-lagL-seedN).")] = None,
 ) -> None:
     """Run verl's separate_async trainer on this machine's CPU with a tiny MoE model."""
@@ -378,6 +406,8 @@ def main(
         seed=seed,
         out=(out or Path("out") / name).resolve(),
         overrides=tuple(overrides or ()),
+        replay=replay.value,
+        rollout_dtype=rollout_dtype.value,
     )
     try:
         raise typer.Exit(run(settings))

@@ -11,9 +11,9 @@ Three parts, as verl's other backends have them (`verl/workers/rollout/replica.p
 
 Keys of ``actor_rollout_ref.rollout`` that it reads: ``dtype`` (``float32`` or ``bfloat16``), ``seed``,
 ``max_num_seqs`` (largest batch), ``response_length``, ``prompt_length``, ``max_model_len``,
-``ignore_eos``, ``logprobs_mode`` and, under ``custom``, ``gather_window_s`` and ``token_delay_s``
-(see `rollout_settings.py`). No prefix cache is kept between batches, so new weights never meet old
-keys and values.
+``ignore_eos``, ``logprobs_mode``, ``enable_rollout_routing_replay`` (records the experts of every
+token) and, under ``custom``, ``gather_window_s`` and ``token_delay_s`` (see `rollout_settings.py`). No
+prefix cache is kept between batches, so new weights never meet old keys and values.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -38,6 +39,8 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from verl_sat.embedded.rollout_settings import check_rollout_config
 from verl_sat.embedded.sampling import Completion, Request, SamplingSettings, request_seed, sample_batch
+from verl_sat.router_replay.hook import RouterHook
+from verl_sat.router_replay.layout import MoELayout
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,16 @@ def fuse_expert_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.
         fused[f"{base}.gate_up_proj"] = torch.stack([torch.cat([e["gate_proj"], e["up_proj"]]) for e in ordered])
         fused[f"{base}.down_proj"] = torch.stack([e["down_proj"] for e in ordered])
     return fused
+
+
+def install_recorder(model: torch.nn.Module) -> RouterHook:
+    """Make the routers of a model recordable.
+
+    Raises:
+        NotMoEError: ``enable_rollout_routing_replay`` with a model that has no experts.
+    """
+    layout = MoELayout.from_config(model.config)
+    return RouterHook.install(model, num_experts=layout.num_experts, top_k=layout.top_k)
 
 
 @dataclass
@@ -109,6 +122,7 @@ class HFServer:
         eos = self.model.generation_config.eos_token_id
         eos_ids = {tokenizer.eos_token_id} | set(eos if isinstance(eos, list) else [eos])
         self.eos_token_ids: set[int] = set() if config.ignore_eos else {i for i in eos_ids if i is not None}
+        self.hook = install_recorder(self.model) if config.enable_rollout_routing_replay else None
         self.max_model_len = config.max_model_len or (config.prompt_length + config.response_length)
 
         self.global_steps: int | None = None  # the weights' version; None until the trainer sent some
@@ -183,9 +197,18 @@ class HFServer:
         return TokenOutput(
             token_ids=completion.token_ids,
             log_probs=completion.log_probs if wants_log_probs else None,
+            routed_experts=self._all_layers(completion.routed_experts),
             stop_reason="aborted" if completion.aborted else "completed",
             extra_fields={"global_steps": self.global_steps},
         )
+
+    def _all_layers(self, routes: np.ndarray | None) -> np.ndarray | None:
+        """With a column for every layer, as the engines on a GPU return them; layers without experts hold zeros."""
+        if routes is None or len(self.hook.layers) == self.model.config.num_hidden_layers:
+            return routes
+        full = np.zeros((len(routes), self.model.config.num_hidden_layers, routes.shape[-1]), routes.dtype)
+        full[:, list(self.hook.layers)] = routes
+        return full
 
     def _on_loop_end(self, task: asyncio.Task) -> None:
         """Nobody may wait for a loop that is gone."""
@@ -246,6 +269,7 @@ class HFServer:
                 eos_token_ids=self.eos_token_ids,
                 abort=self._abort,
                 before_token=self._be_slow if self.settings.token_delay_s else None,
+                hook=self.hook,
             )
 
         try:

@@ -14,8 +14,10 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from transformers import (
     LogitsProcessor,
@@ -28,6 +30,8 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from verl_sat.router_replay.hook import RouterHook
 
 _SUPPORTED = {"temperature", "top_p", "top_k", "repetition_penalty", "logprobs", "max_tokens", "max_new_tokens"}
 
@@ -93,11 +97,16 @@ class Request:
 
 @dataclass
 class Completion:
-    """What was sampled: ids, their log-probs [nats] and whether an abort cut it short."""
+    """What was sampled: ids, their log-probs [nats] and whether an abort cut it short.
+
+    ``routed_experts`` holds the experts that the routers chose, ``[prompt + sampled - 1, MoE layers, top_k]`` (the last
+    sampled token never went through the model); None where nothing recorded them.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     aborted: bool = False
+    routed_experts: np.ndarray | None = None
 
 
 def request_seed(
@@ -189,6 +198,7 @@ def sample_batch(
     eos_token_ids: set[int],
     abort: threading.Event,
     before_token: Callable[[], None] | None = None,
+    hook: RouterHook | None = None,
 ) -> list[Completion]:
     """Sample one completion for each request, all in one batch.
 
@@ -199,6 +209,7 @@ def sample_batch(
         eos_token_ids: ids that end a response; an empty set means only the budget does.
         abort: when set, sampling stops after the current token and unfinished rows are marked aborted.
         before_token: called before each token (the server's artificial slowness).
+        hook: of ``model``; if given, the routes are recorded.
 
     Returns:
         Completions in the order of ``requests``. Log-probs are fp32, of the processed distribution
@@ -213,15 +224,35 @@ def sample_batch(
 
     recorder = _Recorder(requests, eos_token_ids, model.config.vocab_size, abort)
     recorder.before_token = before_token
-    model.generate(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        max_new_tokens=int(recorder.budgets.max()),
-        do_sample=False,
-        use_cache=True,
-        pad_token_id=pad_token_id,
-        eos_token_id=None,  # the recorder decides, it knows the budgets too
-        logits_processor=LogitsProcessorList([_SampleHook(recorder)]),
-        stopping_criteria=StoppingCriteriaList([_StopHook(recorder)]),
-    )
-    return recorder.completions()
+    with nullcontext() if hook is None else hook.record() as recording:
+        model.generate(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=int(recorder.budgets.max()),
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=pad_token_id,
+            eos_token_id=None,  # the recorder decides, it knows the budgets too
+            logits_processor=LogitsProcessorList([_SampleHook(recorder)]),
+            stopping_criteria=StoppingCriteriaList([_StopHook(recorder)]),
+        )
+    completions = recorder.completions()
+    if recording is not None:
+        routes = routes_by_row(recording.per_forward(), len(requests))
+        for completion, row, length in zip(completions, routes, lengths.tolist(), strict=True):
+            completion.routed_experts = row[width - length : width + len(completion.token_ids) - 1]
+    return completions
+
+
+def routes_by_row(forwards: Sequence[torch.Tensor], batch: int) -> np.ndarray:
+    """Routes of each row of a batch over all its positions.
+
+    Args:
+        forwards: of each forward pass (the prompt, then one token at a time), ``[batch * positions, layers, top_k]``,
+            batch-major.
+        batch: rows.
+
+    Returns:
+        ``[batch, positions of all passes, layers, top_k]``.
+    """
+    return torch.cat([ids.reshape(batch, -1, *ids.shape[1:]) for ids in forwards], dim=1).numpy()

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from verl_sat.embedded import lag as lag_kinds
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 REWARD_KEY = "critic/score/mean"
 REWARD_WINDOW = 10
 _PACKAGES = ("verl-sat", "verl", "torch", "transformers", "ray", "tensordict", "TransferQueue", "numpy")
@@ -72,6 +72,15 @@ def _achieved(rows: Sequence[Mapping[str, Any]], ramp_steps: int) -> dict[str, A
         "unknown_frac": _mean(_column(steady, "actor/staleness/unknown_frac")),
         "inexact_frac": _mean(_column(steady, "actor/staleness/inexact_frac")),
         "steps_measured": len(_column(steady, "actor/staleness/versions")),
+    }
+
+
+def _replay(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """What the routers reported (``actor/r3/*``), means over all steps; None where nothing was replayed."""
+    data = [row["data"] for row in rows]
+    return {
+        name: _mean(_column(data, f"actor/r3/{name}"))
+        for name in ("replayed_frac", "disagreement_frac", "bytes_per_token")
     }
 
 
@@ -126,6 +135,11 @@ def build(
             "clip_ratio_high": actor.clip_ratio_high,
             "bypass_mode": config.algorithm.rollout_correction.bypass_mode,
             "sat": None if sat is None else OmegaConf.to_container(sat, resolve=True),
+        },
+        "replay": {
+            "mode": (actor.fsdp_config.get("router_replay", None) or {}).get("mode", "disabled"),
+            "rollout_dtype": config.actor_rollout_ref.rollout.dtype,
+            **_replay(rows),
         },
         "reward": {
             "warm_start": prepared_reward,
@@ -183,6 +197,13 @@ def print_table(console: Console, summary: Mapping[str, Any], out: Path) -> None
         "not measured"
         if achieved["versions"] is None
         else f"{show(achieved['versions'], 2)} versions, {show(achieved['updates'], 2)} updates",
+    )
+    replay = summary["replay"]
+    table.add_row(
+        f"routes replayed ({replay['mode']})",
+        "none"
+        if replay["replayed_frac"] is None
+        else f"{replay['replayed_frac']:.1%}, the router would choose otherwise in {replay['disagreement_frac']:.1%}",
     )
     table.add_row("seconds", ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
     table.add_row("warnings", str(len(summary["warnings"])))

@@ -1,4 +1,4 @@
-"""The one FSDP engine of this plugin: verl's, with the lag and the gate level of each mini-batch.
+"""The one FSDP engine of this plugin: verl's, with the lag and the gate level of each mini-batch, and replay of routes.
 
 A subclass of verl's ``FSDPEngineWithLMHead`` (`verl/workers/engine/fsdp/transformer_impl.py`), plain
 verl in everything that is not configured. It is the single place for what needs to see a whole
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_sat import scope
 from verl_sat._compat import cpu_profile
 from verl_sat.engine.look_ahead import look_ahead, sat_settings
+from verl_sat.engine.replay import RouteReplay, expected_of, replay_of
 from verl_sat.staleness import VersionClock, count_lags, lag_metrics
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,24 @@ class SATFSDPEngine(FSDPEngineWithLMHead):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.version_clock = VersionClock()
+        self.route_replay: RouteReplay | None = None
+        self._running_forward: tuple[ExitStack, bool] | None = None
+        self._as_reference = False
+
+    def initialize(self) -> None:
+        """As verl's; with ``router_replay.mode=R3`` the routers of the module can be forced from here on."""
+        super().initialize()
+        self.route_replay = replay_of(self)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """As verl's; without its LoRA adapter the actor's module is the reference, which routes natively."""
+        before, self._as_reference = self._as_reference, True
+        try:
+            with super().disable_adapter():
+                yield
+        finally:
+            self._as_reference = before
 
     def note_weight_sync(self, global_steps: int | None) -> None:
         """The current weights go to the rollout engine as version ``global_steps`` (see `verl_sat/_compat.py`)."""
@@ -80,6 +100,9 @@ class SATFSDPEngine(FSDPEngineWithLMHead):
         Training also reports ``actor/staleness/*``: with a SAT loss, and with any loss on the CPU platform. Other jobs
         on a GPU keep verl's metrics as they are.
         """
+        replay = None if self._as_reference else self.route_replay
+        if replay is not None:
+            replay.require_routes(data, "compute_log_prob" if forward_only else "update_actor")
         if forward_only:
             return super().forward_backward_batch(data, loss_function, forward_only=True)
         measured = get_device_name() == "cpu" or sat_settings(loss_function) is not None
@@ -88,8 +111,34 @@ class SATFSDPEngine(FSDPEngineWithLMHead):
         with scope.optimizer_step(self) as step:
             look_ahead(step, data, loss_function, self._log_probs_ahead)
             output = super().forward_backward_batch(data, loss_function, forward_only=False)
-        output["metrics"].update({key: [value] for key, value in lag.items()})
+        measured_metrics = dict(lag)
+        if replay is not None:
+            # Before verl takes the optimizer step: a job that replays nothing must not train on.
+            group = self.get_data_parallel_group()
+            measured_metrics |= replay.metrics(expected_of(data), group, sliced=self.use_ulysses_sp)
+        output["metrics"].update({key: [value] for key, value in measured_metrics.items()})
         return output
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool) -> Any:
+        """As verl's; with R3 the module runs under the routes of the micro-batch, except as a LoRA job's reference."""
+        if self.route_replay is None or self._as_reference:
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        with ExitStack() as stack:
+            self._running_forward = stack, not forward_only
+            try:
+                return super().forward_step(micro_batch, loss_function, forward_only)
+            finally:
+                self._running_forward = None
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
+        """As verl's; the one place that knows how the tokens were padded and sliced, so the routes are taken here."""
+        model_inputs, output_args = super().prepare_model_inputs(micro_batch)
+        if self._running_forward is not None:
+            stack, count = self._running_forward
+            stack.enter_context(
+                self.route_replay.micro_batch(micro_batch, model_inputs, output_args, self.use_ulysses_sp, count)
+            )
+        return model_inputs, output_args
 
     @torch.no_grad()
     def _log_probs_ahead(self, data: TensorDict) -> dict[str, Any]:

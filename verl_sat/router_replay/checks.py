@@ -1,7 +1,7 @@
 """Whether a record can be what a router chose for these tokens.
 
-Every shape can be right and the content wrong: engines return zeros where a kernel bypasses the capture, repeat rows, or
-count rows otherwise. What cannot have come from a router is refused here; what can but did not (the routes of older
+Every shape can be right and the content wrong: engines return zeros where a kernel bypasses the capture, repeat rows,
+or count rows otherwise. What cannot have come from a router is refused here; what can but did not (the routes of older
 weights, say) only shows in the share of disagreement during training.
 """
 
