@@ -750,7 +750,7 @@ HF_CHECKPOINTS = [
     "transformers, enabled after",
     "transformers, reentrant",
     "CheckpointWrapper",
-    "offload",
+    "verl's offload",
 ]
 
 
@@ -758,7 +758,7 @@ def offloading(layers: nn.ModuleList) -> None:
     """verl's activation offload with checkpointing, its transfers (CUDA streams) left out."""
     from verl.utils.activation_offload import ActivationHandler, FSDPParameterFilter
 
-    handler = ActivationHandler(contextlib.nullcontext(), lambda tensor: tensor, FSDPParameterFilter(), True)
+    handler = ActivationHandler(contextlib.nullcontext(), lambda out: out, FSDPParameterFilter(), True)
     for layer in layers:
         handler.wrap_module_forward_method(layer)
 
