@@ -10,11 +10,12 @@ from verl_sat import _compat
 from verl_sat.config import SATConfig
 from verl_sat.embedded import quickstart
 from verl_sat.embedded.rollout_settings import ServerSettings
+from verl_sat.engine.replay import REASONS, r3_metrics
 from verl_sat.metrics import SAT_METRICS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-OPTIONS, METRICS = README.split("## Options")[1].split("## Exact lag")[0].split("## Metrics")
+OPTIONS, METRICS = README.split("## Options")[1].split("## Exact lag")[0].split("## R3")
 EXAMPLES = (ROOT / "examples" / "README.md").read_text()
 
 
@@ -70,3 +71,21 @@ def test_links_between_documents_resolve():
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
             if not target.startswith("http"):
                 assert (document.parent / target).exists(), (document, target)
+
+
+def test_the_families_in_the_readme_are_those_that_replay():
+    import moe_replay
+
+    block = README.split("<!-- families:begin -->")[1].split("<!-- families:end -->")[0].strip()
+    assert block == moe_replay.table().strip(), "run: python tests/moe_families.py"
+    assert block.count("| exact |") >= 23 and "NOT EXACT" not in block
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_every_reason_of_a_native_row_is_in_the_glossary(name):
+    assert table_rows(METRICS, f"native/{name}_frac")
+
+
+def test_every_r3_metric_is_in_the_glossary():
+    for key in r3_metrics([1.0] * 9, 1):
+        assert table_rows(METRICS, key.removeprefix("actor/r3/")), key

@@ -32,7 +32,10 @@ FORBIDDEN = {
         )
         for name in ("layout", "record", "checks", "engines")
     },
-    **{f"verl_sat/router_replay/{name}.py": ("verl", "transformers") for name in ("hook", "routers")},
+    **{
+        f"verl_sat/router_replay/{name}.py": ("verl", "transformers")
+        for name in ("hook", "routers", "choice", "states")
+    },
     "verl_sat/router_replay/client.py": ("torch", "ray", "verl_sat.engine", "verl_sat.embedded"),
     "verl_sat/policy_loss.py": ("verl_sat.router_replay", "verl_sat.engine", "verl_sat.embedded", "verl_sat.sampler"),
     "verl_sat/config.py": ("verl_sat.router_replay", "verl_sat.engine", "verl_sat.embedded", "verl_sat.policy_loss"),
