@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What needs an NVIDIA GPU, in less than 5 minutes: the losses against verl's (time, memory, transfers; fp32 and bf16),
-# and the FSDP engine as verl finds it on CUDA (scopes, losses, a tiny model, one rank).
+# the FSDP engine as verl finds it on CUDA (scopes, losses, a tiny model, one rank), and replay of routes (R3).
 #
 #   tests/gpu.sh                 on the GPU, with the python in use; another one: PYTHON=/path/to/python
 #   tests/gpu.sh --device cpu    the same scripts with small tensors and no GPU: tries the scripts, measures nothing
@@ -39,7 +39,7 @@ export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
 [ "$device" = cpu ] && export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 [ "$device" = cuda ] && nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
 status=0
-for part in losses engine; do
+for part in losses engine replay; do
     echo
     echo "== $part, on $device"
     "$python" "$root/tests/scripts/gpu_$part.py" --device "$device" || status=1
