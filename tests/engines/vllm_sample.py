@@ -24,14 +24,13 @@ def main(source, target, archive):
         dtype=job["dtype"],
         enforce_eager=job["eager"],
         enable_return_routed_experts=True,
+        seed=job["seed"],  # of the engine: a seed of a request and prompts in chunks fail on a CPU
         max_model_len=256,
         max_num_seqs=8,
         max_num_batched_tokens=64,  # long prompts come in chunks
         disable_log_stats=True,
     )
-    params = vllm.SamplingParams(
-        temperature=1.0, max_tokens=job["new_tokens"], logprobs=0, ignore_eos=True, seed=job["seed"]
-    )
+    params = vllm.SamplingParams(temperature=1.0, max_tokens=job["new_tokens"], logprobs=0, ignore_eos=True)
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False)
     answers, routes = [], {}
     for index, output in enumerate(outputs):
