@@ -45,7 +45,8 @@ def ensure(engine: str, version: str) -> Path:
         [*pip, f"{engine}=={version}", "--requirement", requirements], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        said = "; ".join(line for line in done.stderr.splitlines() if line.startswith("ERROR")) or done.stderr[-500:]
+        errors = [line[:200] for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        said = "; ".join(errors) or done.stderr[-500:]
         raise CannotInstall(f"{engine} {version} cannot be installed in {folder}: {said}")
     ready.write_text(stamp)
     return python

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import environments
 import numpy as np
@@ -114,11 +115,28 @@ def log_probs_of(model, sample):
     return logits.log_softmax(-1).gather(-1, torch.tensor(sample.new)[:, None])[:, 0]
 
 
-def compare(model, samples):
-    """Share of rows x layers with the same set of experts, and mean |log-prob difference| without and with replay.
+class Comparison(NamedTuple):
+    """Engine against model.
 
-    Over all rows that were recorded, and over all sampled tokens [nats].
+    Attributes:
+        same: share of recorded rows x layers in which the model by itself chooses the engine's set of experts.
+        same_replayed: the same of what it would choose after the layers before were replayed, as the hook counts.
+        native: mean |log-prob difference| over all sampled tokens [nats].
+        replayed: with replay.
     """
+
+    same: float
+    same_replayed: float
+    native: float
+    replayed: float
+
+    def __str__(self):
+        share = f"same set {self.same:.4f} ({self.same_replayed:.4f} after replayed layers)"
+        return f"{share}, mean |d log-prob| {self.native:.3e} native, {self.replayed:.3e} replayed"
+
+
+def compare(model, samples):
+    """Run the model over the engine's samples, by itself and with the engine's routes."""
     hook = RouterHook.install(model, num_experts=EXPERTS, top_k=TOP_K)
     same, without, with_replay, disagreeing = [], [], [], 0
     for sample in samples:
@@ -137,9 +155,9 @@ def compare(model, samples):
         with_replay.append((replayed - sample.log_probs).abs())
     hook.remove()
     same = np.concatenate(same)
-    # the hook counts what the live router would have chosen after earlier layers were replayed: near, not equal
-    assert abs(disagreeing - (~same).sum()) <= 0.2 * (~same).sum() + 2
-    return same.mean(), torch.cat(without).mean().item(), torch.cat(with_replay).mean().item()
+    return Comparison(
+        same.mean(), 1 - disagreeing / same.size, torch.cat(without).mean().item(), torch.cat(with_replay).mean().item()
+    )
 
 
 def test_R04_every_sample_has_a_valid_record(sampled_in_bf16):
@@ -150,42 +168,41 @@ def test_R04_every_sample_has_a_valid_record(sampled_in_bf16):
         np.testing.assert_array_equal(record.codes[:-1].astype(int) - 1, sample.routes)
 
 
-def test_routes_are_those_of_transformers_but_for_near_ties(sampled_in_bf16, model_folder, capsys):
-    same, without, with_replay = compare(model_in(model_folder, torch.bfloat16), sampled_in_bf16)
-    with capsys.disabled():
-        print(
-            f"\nvLLM bf16, model bf16: same set {same:.4f}, mean |d| {without:.3e} native, {with_replay:.3e} replayed"
-        )
-    # of rows that belong to other tokens next to none would be the same: 16 choose 4
-    assert same > 0.95
-    assert with_replay <= without
+@pytest.fixture
+def shown(capsys):
+    """Print a comparison whatever pytest captures: the figures are what these tests are run for."""
+
+    def show(what, comparison):
+        with capsys.disabled():
+            print(f"\n{what}: {comparison}")
+        return comparison
+
+    return show
 
 
-def test_replay_brings_training_nearer_to_the_engine(sampled_in_bf16, model_folder, capsys):
-    same, without, with_replay = compare(model_in(model_folder, torch.float32), sampled_in_bf16)
-    with capsys.disabled():
-        print(
-            f"\nvLLM bf16, model fp32: same set {same:.4f}, mean |d| {without:.3e} native, {with_replay:.3e} replayed"
-        )
-    assert 0.9 < same < 1
-    assert with_replay < without
+def test_routes_are_those_of_transformers_but_for_near_ties(sampled_in_bf16, model_folder, shown):
+    found = shown("vLLM bf16, model bf16", compare(model_in(model_folder, torch.bfloat16), sampled_in_bf16))
+    assert found.same > 0.95  # of rows of other tokens next to none would be: 16 choose 4
+    assert found.same_replayed >= found.same  # a flip in one layer makes flips in the next, replay ends that
+    assert found.replayed < found.native
+
+
+def test_replay_brings_training_nearer_to_the_engine(sampled_in_bf16, model_folder, shown):
+    found = shown("vLLM bf16, model fp32", compare(model_in(model_folder, torch.float32), sampled_in_bf16))
+    assert 0.9 < found.same < 1 and found.same_replayed >= found.same
+    assert found.replayed < found.native
 
 
 def test_rows_of_other_tokens_would_be_seen(sampled_in_bf16, model_folder):
     """The comparison above can fail: shifted by one row, the share falls and replay takes the log-probs away."""
     shifted = [Sample(s.prompt, s.new, s.log_probs, np.roll(s.routes, 1, axis=0)) for s in sampled_in_bf16]
-    same, without, with_replay = compare(model_in(model_folder, torch.bfloat16), shifted)
-    assert same < 0.5 and with_replay > 2 * without
+    found = compare(model_in(model_folder, torch.bfloat16), shifted)
+    assert found.same < 0.5 and found.replayed > 2 * found.native
 
 
-def test_in_fp32_both_agree(sample_with, model_folder, capsys):
-    samples = sample_with("float32")
-    same, without, with_replay = compare(model_in(model_folder, torch.float32), samples)
-    with capsys.disabled():
-        print(
-            f"\nvLLM fp32, model fp32: same set {same:.4f}, mean |d| {without:.3e} native, {with_replay:.3e} replayed"
-        )
-    assert same > 0.999 and with_replay < 1e-3
+def test_in_fp32_both_agree(sample_with, model_folder, shown):
+    found = shown("vLLM fp32, model fp32", compare(model_in(model_folder, torch.float32), sample_with("float32")))
+    assert found.same > 0.999 and found.replayed < 1e-3
 
 
 @pytest.mark.long
