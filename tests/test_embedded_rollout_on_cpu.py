@@ -278,3 +278,22 @@ def test_settings_default_without_a_custom_block():
 def test_adapter_refuses_delta_updates():
     with pytest.raises(NotImplementedError, match="delta_flush"):
         asyncio.run(HFServerAdapter(0).update_weights([], wire_format="delta_flush"))
+
+
+def test_routes_come_only_when_asked_for_and_with_a_column_for_every_layer(tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **{**build_model(seed=1).config.to_dict(), "mlp_only_layers": [1], "dtype": "float32"},
+    )
+    dense_second = str(save(tmp_path, Qwen3MoeForCausalLM._from_config(config), build_tokenizer()))
+
+    async def scenario(server):
+        return await ask(server)
+
+    output = drive(dense_second, scenario, enable_rollout_routing_replay=True)
+    assert output.routed_experts.shape == (len(PROMPT) + len(output.token_ids) - 1, 4, 2)
+    assert not output.routed_experts[:, 1].any()
+    for layer in (0, 2, 3):
+        assert (output.routed_experts[:, layer, 0] != output.routed_experts[:, layer, 1]).all()
+    assert drive(dense_second, scenario).routed_experts is None

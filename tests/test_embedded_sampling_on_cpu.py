@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from verl_sat.embedded.model import build_model, build_tokenizer
+from verl_sat.embedded.rollout import install_recorder
 from verl_sat.embedded.sampling import Request, SamplingSettings, request_seed, sample_batch
 
 PROMPTS = [[1, 5, 9, 12], [1, 5, 9, 12, 14, 20, 21], [7]]
@@ -21,7 +22,7 @@ def eos():
     return build_tokenizer().eos_token_id
 
 
-def sample(model, requests, eos=(), abort=None, before_token=None):
+def sample(model, requests, eos=(), abort=None, before_token=None, hook=None):
     return sample_batch(
         model,
         requests,
@@ -29,6 +30,7 @@ def sample(model, requests, eos=(), abort=None, before_token=None):
         eos_token_ids=set(eos),
         abort=abort or threading.Event(),
         before_token=before_token,
+        hook=hook,
     )
 
 
@@ -50,6 +52,27 @@ def test_log_probs_equal_a_forward_without_padding_or_cache(model, temperature):
     for request, completion in zip(requests, sample(model, requests), strict=True):
         expected = teacher_forced(model, request.prompt_ids, completion.token_ids, temperature)
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=2e-5, rtol=0)
+
+
+def test_recorded_routes_are_those_of_a_forward_without_padding_or_cache(model):
+    """Prompts of different lengths, budgets of their own, cached decoding: one row per token but the last sampled."""
+    hook = install_recorder(model)
+    try:
+        requests = requests_of(PROMPTS)
+        for number, request in enumerate(requests):
+            request.budget = 6 - 2 * number
+        plain = sample(model, requests)
+        completions = sample(model, requests, hook=hook)
+        for request, completion, unrecorded in zip(requests, completions, plain, strict=True):
+            assert completion.token_ids == unrecorded.token_ids and unrecorded.routed_experts is None
+            ids = torch.tensor([request.prompt_ids + completion.token_ids[:-1]])
+            with torch.no_grad(), hook.record() as recording:
+                model(ids, use_cache=False)
+            expected = recording.routes().sort(-1).values
+            found = torch.from_numpy(completion.routed_experts).sort(-1).values
+            assert torch.equal(found, expected)
+    finally:
+        hook.remove()
 
 
 def test_L19_processed_log_probs_follow_temperature_and_raw_ones_do_not(model):

@@ -146,7 +146,20 @@ def test_R23_a_batch_without_routes_is_an_error_at_its_stage(results, world_size
     for stage, name in (("infer", "compute_log_prob"), ("train", "update_actor")):
         assert errors[stage].startswith(f"ReplayError: {name}")
         assert MODE_KEY in errors[stage] and FLAG_KEY in errors[stage]
-    assert "ReplayError" in results[world_size][0]["wrong width"]["train"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_R18_routes_of_another_form_than_the_tokens_are_refused(results, world_size):
+    errors = results[world_size][0]["wrong form"]
+    assert all(error.startswith("ReplayError") for error in errors.values()), errors
+    assert "jagged" in errors["dense"] and "rows for" in errors["rows"] and "int16" in errors["width"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_mini_batch_that_failed_is_not_counted_into_the_next(results, world_size):
+    found = results[world_size][0]["failed in the middle"]
+    assert "in the middle" in found["error"]
+    assert found["metrics"] == results[1][0]["own"]["metrics"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -164,3 +177,17 @@ def test_R22_nothing_replayed_is_an_error_before_the_first_update(results, world
 def test_R21_the_actor_as_reference_routes_natively(results, world_size):
     assert far(all_log_probs(results, world_size, "reference"), results[1][0]["plain"]["native"]) < NATS
     assert results[world_size][0]["reference without field"]["error"] == ""
+
+
+def test_reasons_never_become_negative():
+    """What the rollout said of its rows may contradict the array; the parts still add up."""
+    from verl_sat.engine.replay import REASONS, r3_metrics
+
+    values = r3_metrics([30.0, 0.0, 30.0, 10.0, 0.0, 0.0, 0.0, 80.0, 10.0], layers=3)  # all replayed, none announced
+    assert values["actor/r3/replayed_frac"] == 1.0
+    assert all(values[f"actor/r3/native/{name}_frac"] == 0.0 for name in REASONS)
+    values = r3_metrics([12.0, 3.0, 30.0, 10.0, 7.0, 1.0, 1.0, 80.0, 10.0], layers=3)
+    assert values["actor/r3/disagreement_frac"] == pytest.approx(3 / 12)
+    parts = [values[f"actor/r3/native/{name}_frac"] for name in REASONS]  # 4 of 10 rows replayed, 7 announced
+    assert parts == pytest.approx([0.1, 0.1, 0.1, 0.3])
+    assert sum(parts) == pytest.approx(values["actor/r3/native_frac"])

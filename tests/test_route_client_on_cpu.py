@@ -123,8 +123,10 @@ def ask(cls, config, server, prompt=(5, 6, 7), **params):
 
 @pytest.fixture(autouse=True)
 def no_pause_after_an_abort(monkeypatch):
+    sleep = asyncio.sleep
+
     async def at_once(_):
-        return None
+        await sleep(0)  # others get their turn
 
     monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio.sleep", at_once)
 
@@ -226,6 +228,46 @@ def test_aborted_in_the_queue_costs_nothing(config):
 def test_nothing_sampled_still_carries_the_field(config, cls):
     output = ask(cls, config, Server(([], None, 3, "completed")))
     assert output.routed_experts.dtype == np.int16 and output.routed_experts.shape[0] == 2
+
+
+def test_requests_that_run_side_by_side_do_not_mix(config):
+    """Eight partial rollouts through one client, their segments interleaved; one of them fails."""
+
+    class Servers:
+        """One server for all; a request is told by its first token."""
+
+        @property
+        def generate(self):
+            return types.SimpleNamespace(remote=self._generate)
+
+        async def _generate(self, prompt_ids, **_):
+            number, sampled = prompt_ids[0], len(prompt_ids) - 3
+            for _ in range(number % 3 + 1):
+                await asyncio.sleep(0)
+            if number == 5 and sampled:
+                raise RuntimeError("server gone")
+            rows = len(prompt_ids) + 1
+            return TokenOutput(
+                token_ids=[1, 2],
+                log_probs=[-1.0, -1.0],
+                routed_experts=routes_of(number, rows),
+                stop_reason="completed" if sampled else "aborted",
+                extra_fields={"global_steps": 10 * number + sampled},
+            )
+
+    async def main():
+        client = make_client(FullyAsyncLLMServerClient, config, Servers())
+        params = {"logprobs": True, "max_tokens": 8}
+        calls = [client.generate("r", prompt_ids=[n, 6, 7], sampling_params=params) for n in range(8)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    outputs = asyncio.run(main())
+    for number, output in enumerate(outputs):
+        if number == 5:
+            assert isinstance(output, RuntimeError)
+            continue
+        assert output.extra_fields["routes"]["versions"] == [[10 * number, 4], [10 * number + 2, 2]]
+        np.testing.assert_array_equal(decoded(output.routed_experts)[:, 1:], routes_of(number, 6)[:, 1:])
 
 
 # --- agent loops --------------------------------------------------------------------------------------------------

@@ -231,6 +231,22 @@ def ulysses_slices(replay, samples) -> dict[str, Any]:
     }
 
 
+def failed_in_the_middle(bench: Bench, data) -> dict[str, Any]:
+    """A mini-batch whose second call of the loss raises, and the one after it."""
+    loss, calls = bench.worker.loss_fn, []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("in the middle")
+        return loss(*args, **kwargs)
+
+    bench.worker.loss_fn = failing
+    error = caught(bench.train, data.copy())
+    bench.worker.loss_fn = loss
+    return {"error": error, **bench.train(data)}
+
+
 def caught(function, *args, **kwargs) -> str:
     try:
         function(*args, **kwargs)
@@ -287,7 +303,17 @@ def scenarios(bench: Bench, samples, routes, out: Path) -> dict[str, Any]:
         "train": caught(bench.train, tensor_dict(samples, None)),
     }
     narrow = [t[..., :1][..., [0, 0]] for t in own]
-    results["wrong width"] = {"train": caught(bench.train, tensor_dict(samples, narrow))}
+    dense = tensor_dict(samples, own)
+    dense["routed_experts"] = dense["routed_experts"].to_padded_tensor(0)
+    short = tensor_dict(samples, own)
+    rows = [row[:-1] for row in short["routed_experts"].unbind()]
+    short["routed_experts"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    results["wrong form"] = {
+        "width": caught(bench.train, tensor_dict(samples, narrow)),
+        "dense": caught(bench.train, dense),
+        "rows": caught(bench.train, short),
+    }
+    results["failed in the middle"] = failed_in_the_middle(bench, tensor_dict(samples, own))
 
     engine.module.disable_adapter = contextlib.nullcontext
     with engine.disable_adapter():

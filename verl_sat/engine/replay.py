@@ -143,7 +143,10 @@ class RouteReplay:
                 f"({FLAG_KEY} must be True for the rollout engine), or they were dropped between rollout and "
                 f"{stage}. The batch holds {sorted(map(str, data.keys()))}. Without replay set {MODE_KEY}=disabled"
             )
+        self._counts.clear()  # of a mini-batch that failed
         routes = data[FIELD]
+        if not routes.is_nested:
+            raise ReplayError(f"{stage}: '{FIELD}' is a dense {list(routes.shape)}, not jagged as the tokens are")
         width = (self.layout.num_layers, self.layout.transport_width)
         if tuple(routes.shape[-2:]) != width or routes.dtype != torch.int16:
             raise ReplayError(
@@ -266,12 +269,8 @@ def r3_metrics(sums: list[float], layers: int) -> dict[str, float]:
     values["actor/r3/replayed_frac"] = replayed_frac
     values["actor/r3/native_frac"] = 1.0 - replayed_frac
     values["actor/r3/disagreement_frac"] = disagreeing / replayed if replayed else 0.0
-    native = {
-        "absent": absent / rows,
-        "rejected": rejected / rows,
-        "unreached": (rows - recorded - absent - rejected) / rows,
-        "lost": recorded / rows - replayed_frac,
-    }
+    known = {"absent": absent / rows, "rejected": rejected / rows, "lost": max(0.0, recorded / rows - replayed_frac)}
+    native = {**known, "unreached": max(0.0, 1.0 - replayed_frac - sum(known.values()))}
     values.update({f"actor/r3/native/{name}_frac": native[name] for name in REASONS})
     return values
 
