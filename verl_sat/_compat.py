@@ -193,7 +193,7 @@ def _routes_of_a_segment(original: Callable[..., Any]) -> Callable[..., Any]:
         output = await original(self, request_id, **kwargs)
         from verl_sat.router_replay import client
 
-        client.after_segment(self, output, kwargs["prompt_ids"], request_id, kwargs.get("sampling_params"))
+        await client.after_segment(self, output, kwargs["prompt_ids"], request_id, kwargs.get("sampling_params"))
         return output
 
     return generate
@@ -279,6 +279,18 @@ def _takes_pin_memory(original: Callable[..., Any]) -> None:
     require_parameters(original, ("pin_memory",), where)
 
 
+_CLIENT_GENERATE = (
+    "self",
+    "request_id",
+    "prompt_ids",
+    "sampling_params",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "mm_processor_kwargs",
+    "kwargs",
+)
+
 LEDGER: list[Patch] = [
     Patch(
         name="preflight",
@@ -329,17 +341,7 @@ LEDGER: list[Patch] = [
     Patch(
         name="routes_of_a_segment",
         target="verl.workers.rollout.llm_server:LLMServerClient.generate",
-        parameters=(
-            "self",
-            "request_id",
-            "prompt_ids",
-            "sampling_params",
-            "image_data",
-            "video_data",
-            "audio_data",
-            "mm_processor_kwargs",
-            "kwargs",
-        ),
+        parameters=_CLIENT_GENERATE,
         wrap=_routes_of_a_segment,
         why="a row without a route becomes expert 0 (zero fill), a sample without routes breaks its batch, and a "
         "segment without routes lets verl take a later version's rows for it; only where our FSDP engine replays",
@@ -348,17 +350,7 @@ LEDGER: list[Patch] = [
     Patch(
         name="routes_of_a_partial_rollout",
         target="verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate",
-        parameters=(
-            "self",
-            "request_id",
-            "prompt_ids",
-            "sampling_params",
-            "image_data",
-            "video_data",
-            "audio_data",
-            "mm_processor_kwargs",
-            "kwargs",
-        ),
+        parameters=_CLIENT_GENERATE,
         wrap=_routes_of_a_partial_rollout,
         why="verl drops `extra_fields` of all segments but its own three; which version routed which row, and why a "
         "row is missing, would be lost",

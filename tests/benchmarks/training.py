@@ -6,6 +6,7 @@ so that every step meets the same weights. On the CPU it needs ``VERL_PLATFORM=c
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import math
@@ -176,3 +177,23 @@ def start_process_group(backend: str) -> None:
     """One rank, without a port."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     torch.distributed.init_process_group(backend, rank=0, world_size=1, store=torch.distributed.HashStore())
+
+
+def begin(doc: str) -> str:
+    """Start of a script: its ``--device`` (cuda or cpu), verl with the plugin, and a process group of one rank.
+
+    Args:
+        doc: the script's docstring; its first line describes the script.
+    """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    device = parser.parse_args().device
+    if device == "cpu":
+        os.environ["VERL_PLATFORM"] = "cpu"  # verl asks for it when it is imported
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(0)
+    import verl  # noqa: F401  (loads the plugin before any engine)
+
+    start_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    return device

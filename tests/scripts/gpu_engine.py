@@ -6,9 +6,7 @@ CPU platform, to try the script itself.
 usage: gpu_engine.py [--device cuda|cpu]
 """
 
-import argparse
 import math
-import os
 import sys
 import tempfile
 import time
@@ -107,18 +105,8 @@ def check_scopes(check: harness.Checks, runner: Runner, loss: str, tolerance: fl
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    device = parser.parse_args().device
     start = time.monotonic()
-    if device == "cpu":
-        os.environ["VERL_PLATFORM"] = "cpu"  # verl asks for it when it is imported
-        torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(0)
-    import verl  # noqa: F401  (loads the plugin before any engine)
-
-    training.start_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    device = training.begin(__doc__)
     check = harness.Checks()
     check_registry(check, device)
     with tempfile.TemporaryDirectory() as folder:

@@ -7,9 +7,7 @@ only imitate; and a router that waits for the device is refused by torch's own c
 usage: gpu_replay.py [--device cuda|cpu]
 """
 
-import argparse
 import contextlib
-import os
 import sys
 import tempfile
 import time
@@ -147,18 +145,8 @@ def check_engine(check: harness.Checks, device: str, folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    device = parser.parse_args().device
     start = time.monotonic()
-    if device == "cpu":
-        os.environ["VERL_PLATFORM"] = "cpu"  # verl asks for it when it is imported
-        torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(0)
-    import verl  # noqa: F401  (loads the plugin before any engine)
-
-    training.start_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    device = training.begin(__doc__)
     check = harness.Checks()
     with tempfile.TemporaryDirectory() as folder:
         replay_times.make_model(Path(folder), SIZES[device])

@@ -14,6 +14,7 @@ version of the weights routed each row (:func:`describe`).
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import logging
 from collections import Counter
@@ -236,14 +237,15 @@ _segments: ContextVar[list[tuple[RowInfo, int]] | None] = ContextVar("verl_sat_s
 _turn: ContextVar[list[RowInfo] | None] = ContextVar("verl_sat_turn", default=None)
 
 
-def after_segment(client: Any, output: Any, prompt_ids: Sequence[int], request_id: str, params: Any) -> None:
+async def after_segment(client: Any, output: Any, prompt_ids: Sequence[int], request_id: str, params: Any) -> None:
     """One answer of a server arrived (``LLMServerClient.generate``)."""
     if "prompt_logprobs" in (params or {}):  # a teacher's forward pass, nothing is sampled
         return
     seam = seam_for(client)
     if seam is None:
         return
-    info = seam.take(output, prompt_ids, str(request_id))
+    # 0.1 s for 32k tokens of 48 layers, in which the other requests of this event loop would stand still
+    info = await asyncio.to_thread(seam.take, output, prompt_ids, str(request_id))
     segments = _segments.get()
     if segments is not None:
         segments.append((info, len(output.token_ids)))
