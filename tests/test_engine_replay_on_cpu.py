@@ -179,6 +179,75 @@ def test_R21_the_actor_as_reference_routes_natively(results, world_size):
     assert results[world_size][0]["reference without field"]["error"] == ""
 
 
+def batch_of(fields):
+    """Two samples of three and four tokens; layer 0 dense, rows 0 and 1 of each recorded in layer 1."""
+    from tensordict import TensorDict
+
+    def jagged(values, dtype=torch.long):
+        return torch.nested.as_nested_tensor([torch.tensor(v).to(dtype) for v in values], layout=torch.jagged)
+
+    recorded = [[[0], [0x0201]]] * 2
+    routes = [recorded + [[[0], [0]]], recorded + [[[0], [0]]] * 2]
+    data = TensorDict(
+        {
+            "input_ids": jagged([[1, 2, 3], [1, 2, 3, 4]]),
+            "response_mask": jagged([[1], [1, 1]]),
+            "routed_experts": jagged(routes, torch.int16),
+        },
+        batch_size=2,
+    )
+    for key, value in fields.items():
+        data[key] = value
+    return data
+
+
+def described(*runs):
+    rows = sum(count for _, count in runs)
+    return {"engine": "x", "why": [list(run) for run in runs], "versions": [[1, rows]], "rejected": {}}
+
+
+def test_the_array_decides_what_is_there_and_the_rollout_why_the_rest_is_not(caplog):
+    from tensordict import NonTensorData, NonTensorStack
+
+    from verl_sat.engine.replay import expected_of
+
+    counts = ("rows", "recorded", "absent", "rejected")
+
+    def seen(**fields):
+        expected = expected_of(batch_of(fields), layer=1)
+        return tuple(getattr(expected, name) for name in counts)
+
+    stack = [described((0, 2)), described((0, 2), (2, 1))]
+    assert seen(extra_fields=NonTensorStack(*[{"routes": row} for row in stack])) == (5, 4, 0, 1)
+    assert seen(routes=NonTensorStack(*stack)) == (5, 4, 0, 1)  # a column of its own, as legacy trainers make it
+    assert seen(extra_fields=NonTensorData({"routes": described((0, 2), (1, 1))}, batch_size=[2])) == (5, 4, 1, 0)
+    assert caplog.text == ""
+    # an announced row that is not there is lost, not forgotten
+    assert seen(extra_fields=NonTensorStack({"routes": described((0, 2))}, {"routes": described((0, 3))})) == (
+        5,
+        5,
+        0,
+        0,
+    )
+    assert caplog.text == ""
+    # of another turn: says less than the array holds
+    assert seen(extra_fields=NonTensorStack(*[{"routes": described((0, 1))}] * 2)) == (5, 4, 0, 0)
+    assert "did not announce" in caplog.text
+    assert seen() == (5, 4, 0, 0)
+    assert "without a word" in caplog.text
+
+
+def test_R22_a_mini_batch_without_expected_rows_does_not_disarm_the_guard():
+    from verl_sat.engine.replay import RouteReplay, r3_metrics
+    from verl_sat.router_replay.hook import ReplayError
+
+    replay = RouteReplay.__new__(RouteReplay)
+    replay._replayed_before = False
+    replay._check(r3_metrics([0.0] * 7 + [80.0, 10.0], 2))  # nothing but padding
+    with pytest.raises(ReplayError, match="lost 100%"):
+        replay._check(r3_metrics([0.0, 0.0, 20.0, 10.0, 10.0, 0.0, 0.0, 80.0, 10.0], 2))
+
+
 def test_reasons_never_become_negative():
     """What the rollout said of its rows may contradict the array; the parts still add up."""
     from verl_sat.engine.replay import REASONS, r3_metrics

@@ -246,6 +246,20 @@ def test_R01_an_array_of_moe_layers_only():
     refused("layers", decode_array, ids[:, :3], layout, engine="vllm", num_prompt=12, num_new=6)
 
 
+@pytest.mark.parametrize("ids", [torch.zeros(3, 2, 2, dtype=torch.bfloat16), [[[1, 2]], [[1]]], object()])
+def test_what_is_no_array_is_rejected_and_does_not_kill_the_request(ids):
+    layout = MoELayout(16, 2, 2, (0, 1), "m")
+    refused("dtype", decode_array, ids, layout, engine="vllm", num_prompt=3, num_new=1)
+
+
+def test_R27_a_neighbour_that_is_routed_like_a_run_of_one_token_does_not_condemn_it():
+    layout = MoELayout(64, 8, 12, tuple(range(12)), "m")
+    ids = np.broadcast_to(np.arange(8), (61, 12, 8))
+    arguments = {"engine": "vllm", "num_prompt": 61, "num_new": 1}
+    assert decode_array(ids, layout, **arguments, token_ids=[5] + [7] * 61).recorded.all()
+    refused("identical_rows", decode_array, ids, layout, **arguments, token_ids=list(range(62)))
+
+
 def test_R27_tokens_are_handed_to_the_check():
     layout = MoELayout(64, 8, 12, tuple(range(12)), "m")
     ids = np.broadcast_to(np.arange(8), (60, 12, 8))

@@ -27,18 +27,15 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_sat import scope
 from verl_sat._compat import cpu_profile
 from verl_sat.engine.look_ahead import look_ahead, sat_settings
-from verl_sat.engine.replay import RouteReplay, expected_of, replay_of
+from verl_sat.engine.replay import RouteReplay, expected_of, per_sample, replay_of
 from verl_sat.staleness import VersionClock, count_lags, lag_metrics
 
 logger = logging.getLogger(__name__)
 
 
 def sample_versions(data: TensorDict) -> list[int | None]:
-    """``min_global_steps`` of each row of a batch, None where it is missing.
-
-    ``extra_fields`` is a stack of per-sample dicts, each maybe wrapped as non-tensor data.
-    """
-    rows = [getattr(row, "data", row) for row in data["extra_fields"]]
+    """``min_global_steps`` of each row of a batch, None where it is missing."""
+    rows = per_sample(data, "extra_fields")
     return [row.get("min_global_steps") if isinstance(row, dict) else None for row in rows]
 
 
@@ -115,7 +112,9 @@ class SATFSDPEngine(FSDPEngineWithLMHead):
         if replay is not None:
             # Before verl takes the optimizer step: a job that replays nothing must not train on.
             group = self.get_data_parallel_group()
-            measured_metrics |= replay.metrics(expected_of(data), group, sliced=self.use_ulysses_sp)
+            measured_metrics |= replay.metrics(
+                expected_of(data, replay.hook.layers[0]), group, sliced=self.use_ulysses_sp
+            )
         output["metrics"].update({key: [value] for key, value in measured_metrics.items()})
         return output
 

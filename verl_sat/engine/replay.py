@@ -83,34 +83,84 @@ def rows_expected(micro_batch: TensorDict) -> torch.Tensor:
     return rows
 
 
-def expected_of(data: TensorDict) -> Expected:
+def per_sample(data: TensorDict, key: str) -> list[Any]:
+    """A field of a batch that is no tensor, an entry per sample.
+
+    It is a stack of per-sample values, each maybe wrapped as non-tensor data, or one value for all.
+    """
+    values = data[key]
+    if isinstance(values, Mapping):
+        return [values] * len(data)
+    return [getattr(value, "data", value) for value in values]
+
+
+def described_rows(data: TensorDict) -> list[dict[str, Any] | None]:
+    """What the rollout said about the rows of each sample, None where it said nothing.
+
+    V1 trainers carry it in ``extra_fields``; the legacy ones spread those into columns of their own.
+    """
+    if INFO_FIELD in data.keys():
+        described = per_sample(data, INFO_FIELD)
+    elif "extra_fields" in data.keys():
+        described = [
+            row.get(INFO_FIELD) if isinstance(row, Mapping) else None for row in per_sample(data, "extra_fields")
+        ]
+    else:
+        described = [None] * len(data)
+    return [row if isinstance(row, Mapping) else None for row in described]
+
+
+def expected_of(data: TensorDict, layer: int) -> Expected:
     """What a mini-batch should replay; it is on the host still.
+
+    The array decides which rows are there, what the rollout said decides why the others are not.
 
     Args:
         data: verl's mini-batch of this rank, jagged.
+        layer: any layer with experts; a recorded row has a code there.
     """
-    offsets = data["input_ids"].offsets()
-    lengths = offsets.diff().tolist()  # sync ok: host data, once for a mini-batch
+    lengths = data["input_ids"].offsets().diff().tolist()  # sync ok: host data, once for a mini-batch
     mask = data["response_mask"]
     mask = mask.to_padded_tensor(0) if mask.is_nested else mask
     trains = mask.ne(0).any(dim=-1).tolist()  # sync ok: host data, once for a mini-batch
-    infos = [getattr(row, "data", row) for row in data["extra_fields"]] if "extra_fields" in data.keys() else []
-    samples = data[FIELD].unbind()
-    rows = recorded = absent = rejected = 0
-    for index, (length, counts) in enumerate(zip(lengths, trains, strict=True)):
+    routes = data[FIELD]
+    rows = recorded = absent = rejected = unannounced = undescribed = 0
+    for length, counts, described, sample in zip(lengths, trains, described_rows(data), routes.unbind(), strict=True):
         if not counts:
             continue
         rows += length - 1
-        described = infos[index].get(INFO_FIELD) if index < len(infos) and isinstance(infos[index], dict) else None
-        if described is None:  # an agent loop that drops what the client says: the array speaks for itself
-            recorded += int(samples[index][: length - 1].ne(0).flatten(1).any(dim=-1).sum())
+        there = sample[: length - 1, layer, 0].ne(0).numpy()
+        if described is None:
+            undescribed += 1
+            recorded += int(there.sum())
             continue
         why = fit_info(RowInfo.parse(described), length - 1).why
-        recorded += int((why == Missing.RECORDED).sum())
-        absent += int((why == Missing.ABSENT).sum())
-        rejected += int((why == Missing.REJECTED).sum())
-    routes = data[FIELD].values()
-    return Expected(rows, recorded, absent, rejected, routes.numel() * routes.element_size(), sum(lengths))
+        announced = why == Missing.RECORDED
+        unannounced += int((there & ~announced).sum())
+        recorded += int((there | announced).sum())
+        absent += int((~there & (why == Missing.ABSENT)).sum())
+        rejected += int((~there & (why == Missing.REJECTED)).sum())
+    if undescribed:
+        warn_once(
+            logger,
+            "undescribed",
+            "%d of %d samples come without a word on their routes (an agent loop of its own drops extra_fields['%s']): "
+            "rows that are missing there count as actor/r3/native/unreached_frac, whatever the reason",
+            undescribed,
+            len(lengths),
+            INFO_FIELD,
+        )
+    if unannounced:
+        warn_once(
+            logger,
+            "unannounced",
+            "%d rows have routes that the rollout did not announce: an agent loop of its own keeps extra_fields['%s'] "
+            "of one turn and the routes of another, so earlier turns may be replayed with the routes of newer weights",
+            unannounced,
+            INFO_FIELD,
+        )
+    values = routes.values()
+    return Expected(rows, recorded, absent, rejected, values.numel() * values.element_size(), sum(lengths))
 
 
 class RouteReplay:
@@ -238,15 +288,18 @@ class RouteReplay:
         return values
 
     def _check(self, values: dict[str, float]) -> None:
-        if values.get("actor/r3/replayed_frac", 1.0) > 0.0:
+        replayed_frac = values.get("actor/r3/replayed_frac")
+        if replayed_frac is None:  # no sample that trains: nothing was expected, which proves nothing
+            return
+        if replayed_frac > 0.0:
             self._replayed_before = True
             return
         reasons = ", ".join(f"{name} {values[f'actor/r3/native/{name}_frac']:.0%}" for name in REASONS)
         message = (
             f"R3 is on ({MODE_KEY}=R3), but not one route of this mini-batch was replayed ({reasons}); absent: the "
             "rollout engine returned none; rejected: what it returned was invalid, the agent-loop workers' log says "
-            f"why; lost: recorded, but gone before the update. Mend that, or set {MODE_KEY}=disabled and "
-            f"{FLAG_KEY}=False"
+            "why; unreached: no engine got there, or nothing is known; lost: recorded, but gone before the update. "
+            f"Mend that, or set {MODE_KEY}=disabled and {FLAG_KEY}=False"
         )
         if not self._replayed_before:
             raise ReplayError(message)

@@ -207,8 +207,10 @@ def decode_array(
     if ids is None:
         rows = max(num_tokens - 1, 0)
         return missing(layout, rows, Missing.ABSENT, version=version, engine=engine, engine_version=engine_version)
-    if hasattr(ids, "detach"):
-        ids = ids.detach().cpu().numpy()
+    try:
+        ids = ids.detach().cpu().numpy() if hasattr(ids, "detach") else np.asarray(ids)
+    except (TypeError, ValueError) as error:  # bf16, a ragged list
+        raise RouteRejected(sample, "dtype", f"{type(ids).__name__} is no array of expert ids ({error})") from None
     record = RouteRecord.from_ids(
         ids, layout, engine=engine, engine_version=engine_version, version=version, sample=sample
     )
