@@ -8,14 +8,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
-from verl_sat.embedded import lag, summary
+from verl_sat import lag
+from verl_sat.composition import compose
 from verl_sat.embedded import quickstart as quickstart_module
+from verl_sat.embedded import summary
 from verl_sat.embedded.progress import RunLog
 
+JOB = (
+    *("model_path", "train_file", "test_file", "max_prompt_length", "max_response_length"),
+    *("reward_file", "reward_name", "learning_rate"),
+)
 SCHEMA = {
     "schema_version": int,
     "status": str,
@@ -94,18 +101,25 @@ def read_run(out):
         ("broadcast", 8, 8, 1, 1, (8, 15)),
     ],
 )
-def test_plan_of_a_lag(kind, wanted, sync_step, warmup, versions, updates):
-    plan = lag.plan(kind, wanted)
-    assert (plan.parameter_sync_step, plan.num_warmup_batches) == (sync_step, warmup)
-    assert (plan.versions, plan.updates, plan.ramp_steps) == (versions, updates, warmup)
+def test_the_overrides_of_a_lag_make_that_lag(kind, wanted, sync_step, warmup, versions, updates):
+    settings = quickstart_module.Settings(wanted, kind, "sat_gspo", 3, 1, Path("out/x"), ())
+    overrides = quickstart_module.build_overrides(settings, SimpleNamespace(**dict.fromkeys(JOB, "x")))
+    config = compose(overrides).config
+    mode = config.trainer.v1.separate_async
+    assert (mode.parameter_sync_step, mode.num_warmup_batches) == (sync_step, warmup)
+    account = lag.account(config)
+    assert (account.versions, account.updates, account.ramp_steps) == (versions, updates, warmup)
+    assert account.exact
     # verl: train_batch_size == parameter_sync_step * ppo_mini_batch_size
-    assert f"data.train_batch_size={sync_step * 16}" in lag.overrides(kind, wanted)
+    assert (
+        config.data.train_batch_size == sync_step * 16 == sync_step * config.actor_rollout_ref.actor.ppo_mini_batch_size
+    )
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("constant", -1), ("steady", 1)])
 def test_a_lag_that_is_none_is_refused(kind, wanted):
     with pytest.raises(ValueError, match="lag"):
-        lag.plan(kind, wanted)
+        lag.overrides_for(wanted, kind=kind)
 
 
 # ---- the summary
@@ -122,7 +136,10 @@ def make_config(with_sat=True, sync_step=1, warmup=2, epochs=1):
     correction = {"rollout_correction": {"bypass_mode": True}}
     trainer = {
         "total_training_steps": 25,
-        "v1": {"separate_async": {"parameter_sync_step": sync_step, "num_warmup_batches": warmup}},
+        "v1": {
+            "trainer_mode": "separate_async",
+            "separate_async": {"parameter_sync_step": sync_step, "num_warmup_batches": warmup},
+        },
     }
     actor["fsdp_config"] = {"router_replay": {"mode": "R3"}}
     roles = {"actor": actor, "rollout": {"dtype": "float32"}}
@@ -276,8 +293,8 @@ REPLAY_FLAG = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
         (["actor_rollout_ref.rollout.custom.token_delay_s=-1"], ["rollout.custom.token_delay_s=-1"]),
         (["foo[bold]=1"], ["foo[bold]=1"]),
         (["trainer.n_gpus_per_node=2"], ["ppo_micro_batch_size_per_gpu", "64"]),
-        (["data.train_batch_size=8"], ["data.train_batch_size=8", "16"]),
-        (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], ["tensor_model_parallel_size=2"]),
+        (["data.train_batch_size=8"], ["data.train_batch_size: 8", "16"]),
+        (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], ["tensor_model_parallel_size", "2 GPUs"]),
         (["--lag", "-1"], ["--lag"]),
         (["--lag-kind", "steady"], ["--lag-kind"]),
         (["--replay", "R2"], ["--replay"]),

@@ -243,6 +243,46 @@ def _routes_of_sglang(original: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
+def _drain_before_transfer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the exact-lag sampler wait for the requests in flight before weights are sent."""
+
+    @functools.wraps(original)
+    def on_step_end(self: Any) -> Any:
+        before = getattr(getattr(self, "replay_buffer", None), "before_transfer", None)
+        if before is not None:
+            before(self)
+        return original(self)
+
+    return on_step_end
+
+
+def _drain_before_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the exact-lag sampler wait for the requests in flight before a checkpoint is written."""
+
+    @functools.wraps(original)
+    def _save_checkpoint(self: Any) -> Any:
+        before = getattr(getattr(self, "replay_buffer", None), "before_checkpoint", None)
+        if before is not None:
+            before(self)
+        return original(self)
+
+    return _save_checkpoint
+
+
+def _report_achieved_lag(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the achieved lag of a step's samples to its metrics."""
+
+    @functools.wraps(original)
+    def _compute_metrics(self: Any, batch: Any, metrics: Any, timing_raw: Any, global_steps: Any, epoch: Any) -> Any:
+        result = original(self, batch, metrics, timing_raw, global_steps, epoch)
+        from verl_sat import achieved_lag
+
+        achieved_lag.after_metrics(self, batch, metrics, global_steps)
+        return result
+
+    return _compute_metrics
+
+
 def _one_backend_for_the_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     """Ask for ``cpu:gloo`` where verl would ask for ``cpu:gloo,cpu:gloo``, which torch refuses."""
 
@@ -382,6 +422,34 @@ LEDGER: list[Patch] = [
         why="SGLang >= 0.5.12 returns routes as base64 text, on which verl calls `.numpy()` or which it reads with a "
         "module that SGLang has moved: with `enable_rollout_routing_replay` every request fails, Megatron's too",
         remove_when="verl decodes `meta_info['routed_experts']` itself",
+    ),
+    Patch(
+        name="drain_before_transfer",
+        target="verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync.on_step_end",
+        parameters=("self",),
+        wrap=_drain_before_transfer,
+        why="a weight transfer that meets a running request mixes versions within a response, and a sampler is not "
+        "told of transfers: without it the exact-lag sampler has to wait before each batch, and generation and "
+        "training do not overlap; other samplers see nothing of it",
+        remove_when="verl calls its sampler before a weight transfer",
+    ),
+    Patch(
+        name="drain_before_checkpoint",
+        target="verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint",
+        parameters=("self",),
+        wrap=_drain_before_checkpoint,
+        why="what is unfinished in a checkpoint is generated anew after a resume, by newer weights than the exact-lag "
+        "sampler is to hand out; other samplers see nothing of it",
+        remove_when="verl calls its sampler before a checkpoint",
+    ),
+    Patch(
+        name="achieved_lag",
+        target="verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_metrics",
+        parameters=("self", "batch", "metrics", "timing_raw", "global_steps", "epoch"),
+        wrap=_report_achieved_lag,
+        why="verl logs mean and extremes of the lag per trajectory, and only in versions; a histogram, token weights "
+        "and updates need the tags of a step's samples; only in a job with a loss or the sampler of this plugin",
+        remove_when="verl logs the lag as a histogram and in updates",
     ),
     Patch(
         name="cpu_process_group",

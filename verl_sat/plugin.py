@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import verl_sat
-from verl_sat import _compat
+from verl_sat import _compat, resolvers
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ def register() -> None:
 def _register() -> None:
     import verl  # noqa: F401  (a no-op in the middle of `import verl`; needed when this module comes first)
 
+    resolvers.register()  # configurations that use them are read in every process
     _compat.require_verl()
     if _compat.cpu_profile():
         # Before anything of verl asks for the platform: engines resolve it when they are imported.

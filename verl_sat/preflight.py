@@ -16,7 +16,9 @@ from typing import Any
 
 from hydra.errors import CompactHydraException
 
+from verl_sat.lag import LagError, account
 from verl_sat.once import first_time, warn_once
+from verl_sat.preflight_async import ASYNC_RULES
 from verl_sat.preflight_job import Finding, Job
 from verl_sat.preflight_r3 import R3_RULES, asks_for_replay, describe_replay
 from verl_sat.preflight_rules import RULES, lost_to_bypass_rewrite
@@ -42,16 +44,19 @@ class SATPreflightError(ValueError, CompactHydraException):
         super().__init__("\n".join(lines))
 
 
-def check(config: Any) -> list[Finding]:
+def check(config: Any, any_job: bool = False) -> list[Finding]:
     """Find what would lose SAT or replay of routes, or make them meaningless.
 
     Args:
         config: the composed configuration of any of verl's trainers (DictConfig or mapping). Keys may be missing.
+        any_job: also look at a job without anything of ours, for what stops any asynchronous job.
     Returns:
-        Findings, errors first. Empty if the configuration names nothing of ours and asks for no replay.
+        Findings, errors first. Empty if the configuration names nothing of ours and asks for no replay, unless
+        ``any_job``.
     """
     job = Job.read(config)
-    rules = (RULES if job.concerns_us else ()) + (R3_RULES if asks_for_replay(job) else ())
+    ours, replay = job.concerns_us, asks_for_replay(job)
+    rules = (RULES if ours else ()) + (R3_RULES if replay else ()) + (ASYNC_RULES if ours or replay or any_job else ())
     findings: list[Finding] = []
     for rule in rules:
         try:
@@ -103,8 +108,12 @@ def describe(job: Job | Any) -> str:
     denominator = "the rollout engine's (bypass)" if job.bypass else "recomputed by the trainer (decoupled)"
     text = f"loss {job.loss_mode}, kernel {job.kernel}, old_log_prob {denominator}{describe_scope(job)}"
     if job.trainer == "v1" and job.is_async:
-        k, w = job.updates_per_version, job.warmup_batches
-        versions = f"{w:g} version" + ("" if w == 1 else "s")
-        updates = f"{w * k:g}" if k == 1 else f"{w * k:g} to {w * k + k - 1:g}"
+        try:
+            found = account(job)
+        except LagError:
+            return text  # verl says it
+        first, last = found.updates
+        versions = f"{found.versions:g} version" + ("" if found.versions == 1 else "s")
+        updates = f"{first}" if first == last else f"{first} to {last}"
         text += f", {job.mode}: typical lag {versions}, {updates} optimizer updates"
     return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl_sat.preflight_job import Finding, Job
+from verl_sat.preflight_job import SAMPLER, Finding, Job
 from verl_sat.preflight_r3_job import (
     MODEL,
     ROLLOUT,
@@ -124,16 +124,21 @@ def _rows_without_routes(job: Job) -> Iterator[Finding]:
     partial = "async_training.partial_rollout"
     if job.trainer == "fully_async" and job.get(partial, False):
         key = partial
-    elif job.trainer == "v1" and job.is_async:
+    elif job.trainer == "v1" and job.is_async and not job.our_sampler:
         key = "trainer.v1.trainer_mode"
-    else:
+    else:  # the exact-lag sampler lets no weight update meet a running request
         return
+    sampler = f"{SAMPLER}.custom_sampler"
     yield Finding(
         "warning",
         key,
         "a weight update interrupts responses, and verl joins the routes of the parts by counting from their ends: a "
         "part that comes without routes is given those of newer weights, or the rows after it move and the last are "
-        f"replayed as expert 0. {here}",
+        f"replayed as expert 0. {here}. The exact-lag sampler keeps updates and requests apart",
+        ""
+        if key == partial
+        else f"{sampler}.path=pkg://verl_sat.sampler {sampler}.name=ExactLagReplayBuffer "
+        f"{SAMPLER}.max_off_policy_threshold=null",
     )
 
 

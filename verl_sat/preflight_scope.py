@@ -82,7 +82,7 @@ def scope_holds_few_responses(job: Job) -> Iterator[Finding]:
     if job.loss_mode != "sat_gspo" or not is_adaptive(job):
         return
     needed = few_sequences(float(job.get(f"{SAT_BLOCK}.quantile", 0.9)))
-    scope, found = scope_of(job), _responses(job)
+    scope, found = scope_of(job), responses_in_scope(job)
     if found is None or found >= needed:
         return
     opens = f"too few for a quantile of {job.get(f'{SAT_BLOCK}.quantile', 0.9):g}: the longest response sets it and"
@@ -115,7 +115,7 @@ def group_of_one(job: Job) -> Iterator[Finding]:
         )
 
 
-def _responses(job: Job) -> int | None:
+def responses_in_scope(job: Job) -> int | None:
     """Responses in the scope; None where the configuration does not say."""
     if scope_of(job) in ("mini_batch", "running"):
         prompts = job.get(MINI_BATCH_SIZE)

@@ -23,12 +23,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from verl_sat.embedded import lag, summary
+from verl_sat import lag
+from verl_sat.embedded import summary
 from verl_sat.embedded.progress import ProgressView, RunLog
 from verl_sat.embedded.rollout_settings import check_rollout_config
 
 SAT_GROUPS = {"sat_grpo": "grpo", "sat_gspo": "gspo"}
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MINI_BATCH_PROMPTS = 16  # of the group profile=cpu
 SEQUENCE_LOSSES = {"gspo"}  # verl's own losses that want a sequence-level aggregation
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -36,7 +38,7 @@ console = Console(highlight=False)
 
 
 class LagKind(str, Enum):
-    """How a lag of L arises; see :mod:`verl_sat.embedded.lag`."""
+    """How a lag of L arises; see :mod:`verl_sat.lag`."""
 
     constant = "constant"
     broadcast = "broadcast"
@@ -116,7 +118,7 @@ def build_overrides(settings: Settings, job: object) -> list[str]:
         f"data.seed={settings.seed}",
         f"{actor}.data_loader_seed={settings.seed}",
         f"actor_rollout_ref.rollout.seed={settings.seed}",
-        *lag.overrides(settings.lag_kind, settings.lag),
+        *lag.overrides_for(settings.lag, kind=settings.lag_kind, mini_batch_size=MINI_BATCH_PROMPTS),
         f"hydra.run.dir={quoted(settings.out / 'hydra')}",
         *settings.overrides,
     ]

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from verl_sat.embedded import lag as lag_kinds
+from verl_sat import lag as accounting
 
 SCHEMA_VERSION = 2
 REWARD_KEY = "critic/score/mean"
@@ -106,7 +106,7 @@ def build(
         warnings: this plugin's warnings.
     """
     rows = trained(records)
-    plan = lag_kinds.LagPlan.from_config(config)
+    plan = accounting.account(config)
     rewards = _column([row["data"] for row in rows], REWARD_KEY)
     actor = config.actor_rollout_ref.actor
     sat = actor.policy_loss.get("sat", None)

@@ -1,0 +1,96 @@
+"""``verl-sat lag``: how stale a job's samples will be, or how to make them so stale."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from verl_sat import lag as accounting
+from verl_sat import lag_words
+from verl_sat.composition import CompositionError, compose
+from verl_sat.lag import count
+from verl_sat.preflight_async import batch_is_a_cycle
+from verl_sat.preflight_job import Job
+
+
+def lag(
+    context: typer.Context,
+    wanted: Annotated[int | None, typer.Option("--for", help="Print the overrides for a lag of so much.")] = None,
+    unit: Annotated[str, typer.Option(help="Of --for: updates or versions.")] = "updates",
+    kind: Annotated[str, typer.Option(help="Of --for: broadcast or constant.")] = "broadcast",
+    mini_batch: Annotated[int | None, typer.Option(help="Of --for: prompts of a mini-batch.")] = None,
+    exact: Annotated[bool, typer.Option(help="Of --for: with the exact-lag sampler.")] = True,
+    words: Annotated[bool, typer.Option("--words", help="What other frameworks call it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Account for the lag of a job: verl-sat lag ARGUMENTS OF verl.trainer.main_ppo.
+
+    Exit status 0, or 2 if the arguments make no job.
+    """
+    console = Console(highlight=False)
+    try:
+        if words:
+            _show_words(console, as_json)
+        elif wanted is not None:
+            found = accounting.overrides_for(wanted, unit, kind, mini_batch, exact)
+            print(json.dumps(found) if as_json else "\n".join(found))
+        else:
+            _show_account(context.args, console, as_json)
+    except (CompositionError, ValueError) as error:
+        Console(stderr=True, highlight=False).print(Text(f"error: {error}"), soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _show_account(arguments: list[str], console: Console, as_json: bool) -> None:
+    job = Job.read(compose(arguments).config)
+    account = accounting.account(job)
+    refused = [str(finding) for finding in batch_is_a_cycle(job)]
+    if as_json:
+        derived = {name: getattr(account, name) for name in ("name", "kind", "updates_bound", "summary")}
+        json.dump({"schema_version": 1, **asdict(account), **derived, "refused": refused}, sys.stdout, indent=2)
+        print()
+        return
+    first, last = account.updates
+    bound = "nothing bounds it" if account.versions_bound is None else (
+        f"{count(account.versions_bound, 'version')}, {count(account.updates_bound, 'update')}")  # fmt: skip
+    rows = [
+        ("trainer", account.mode),
+        ("K", f"{count(account.updates_per_version, 'update')} for one weight transfer ({account.mini_batches} "
+              f"mini-batches x {account.epochs} epochs)"),
+        ("W", f"{count(account.batches_in_flight, 'batch')} in flight"),
+        ("typical" if not account.exact else "every sample",
+         f"{count(account.versions, 'version')}, {count(first, 'update')} old"
+         + (f", {last} at the last of a cycle" if first != last else "")),
+        ("at most", bound),
+        ("ramp", f"reached after {count(account.ramp_steps, 'trainer step')}; before, there is only version 0"),
+        ("name", account.name),
+    ]  # fmt: skip
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for heading, text in rows:
+        table.add_row(heading, Text(text))
+    for number, note in enumerate(account.notes):
+        table.add_row("" if number else "notes", Text(note))
+    console.print(table)
+    for line in refused:
+        console.print(Text(f"verl would not start this: {line}"), soft_wrap=True)
+
+
+def _show_words(console: Console, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([word._asdict() for word in lag_words.WORDS], indent=2))
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for field in lag_words.Word._fields:
+        table.add_column(field, overflow="fold")
+    for word in lag_words.WORDS:
+        table.add_row(*map(Text, word))
+    console.print(table)

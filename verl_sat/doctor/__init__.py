@@ -1,0 +1,1 @@
+"""``verl-sat doctor``: what is wrong with a job, before its first GPU-hour."""
