@@ -105,10 +105,10 @@ def test_every_arm_is_in_the_table():
     assert sorted(TABLE) == ARMS
 
 
-@pytest.mark.parametrize("engine", ["megatron", "fsdp2"])
 @pytest.mark.parametrize("replay", ["R3", "none"])
 @pytest.mark.parametrize("arm", ARMS)
-def test_every_arm_with_and_without_replay_on_both_engines(arm, replay, engine):
+def test_every_arm_with_and_without_replay(arm, replay):
+    engine = ("megatron", "fsdp2")[(ARMS.index(arm) + (replay == "R3")) % 2]  # each arm meets both
     group = {"megatron": "megatron", "fsdp2": "fsdp"}[engine] if replay == "R3" else "none"
     config = require_healthy([*arguments_of(MOE / f"{engine}.yaml"), f"arm={arm}", f"r3={group}"], MODEL_CONFIG)
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
@@ -180,7 +180,7 @@ def scripts_environment(tmp_path):
     program = f"import json, sys; open({str(file)!r}, 'w').write(json.dumps(sys.argv[3:]))"
     starter = f'#!/bin/sh\nif [ "$2" = verl.trainer.main_ppo ]; then exec {sys.executable} -c "$PROGRAM" "$@"; fi\n'
     (shim / "python3").write_text(starter + f'exec {sys.executable} "$@"\n')
-    (shim / "verl-sat").write_text(f'#!/bin/sh\nexec {sys.executable} -m verl_sat.cli "$@"\n')
+    (shim / "verl-sat").write_text(f'#!/bin/sh\nexec {sys.executable} -m verl_sat.cli "$@" --fast\n')
     for program_file in shim.iterdir():
         program_file.chmod(0o755)
     environment = {**os.environ, "PATH": f"{shim}:{os.environ['PATH']}", "PROGRAM": program, "OUT": str(tmp_path / "o")}
@@ -288,6 +288,8 @@ def snippets():
         blocks = re.findall(r"```bash\n(.*?)```", document.read_text(), flags=re.S)
         for number, block in enumerate(blocks):
             for line in block.replace("\\\n", " ").splitlines():
+                if "main_ppo" not in line and "doctor" not in line:
+                    continue
                 words = shlex.split(line, comments=True)
                 for program in ("verl.trainer.main_ppo", "doctor"):
                     if program in words:

@@ -103,7 +103,7 @@ def _give_model_config(composed: Composed, path: Path | None) -> None:
     if path is None:
         return
     folder = path if path.is_dir() else path.parent
-    if not (folder / "config.json").is_file() or (path.is_file() and path.name != "config.json"):
+    if not (folder / "config.json").is_file() or path not in (folder, folder / "config.json"):
         raise CompositionError(f"--model-config {path}: expected a file config.json, or a folder that holds one")
     with open_dict(composed.config):
         OmegaConf.update(composed.config, f"{MODEL}.hf_config_path", str(folder))

@@ -99,7 +99,7 @@ def parent_is_dataclass(config: DictConfig, key: str) -> bool:
 
 
 def unread_keys(config: DictConfig, keys: list[str]) -> Iterator[Finding]:
-    """Findings about extra keys whose name occurs nowhere in the installed sources of verl, nor in this plugin's.
+    """Findings about extra keys whose name occurs nowhere in the installed sources of verl.
 
     Args:
         config: the composition.
@@ -165,9 +165,8 @@ def _siblings(config: DictConfig, key: str) -> list[str]:
 @cache
 def _words_of_sources() -> frozenset[str]:
     words: set[str] = set()
-    for package in ("verl", "verl_sat"):
-        spec = importlib.util.find_spec(package)
-        for location in spec.submodule_search_locations if spec else ():
-            for file in Path(location).rglob("*.py"):
-                words.update(re.findall(r"[A-Za-z_]\w+", file.read_text(errors="ignore")))
+    spec = importlib.util.find_spec("verl")
+    for location in spec.submodule_search_locations if spec else ():
+        for file in Path(location).rglob("*.py"):
+            words.update(re.findall(r"[A-Za-z_]\w+", file.read_text(errors="ignore")))
     return frozenset(words)
