@@ -358,6 +358,7 @@ def test_a_recipe_trains_for_two_steps_with_model_and_engines_exchanged(path, ti
         f"actor_rollout_ref.model.path={tiny_job}/model",
         f"data.train_files={tiny_job}/train.parquet",
         f"data.val_files={tiny_job}/test.parquet",
+        "reward.custom_reward_function.path=pkg://verl_sat.embedded.task",  # of these data
         *("data.max_prompt_length=18", "data.max_response_length=12", "actor_rollout_ref.rollout.max_model_len=32"),
         # sizes: 4 x 4 responses an update, no Ulysses groups on one rank
         *("actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4"),
