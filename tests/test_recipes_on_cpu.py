@@ -347,8 +347,8 @@ def tiny_job(tmp_path_factory):
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(MOE / "lag8_sat_gspo_r3_fsdp2.yaml", id="lag8_sat_gspo_r3_fsdp2"),
-        pytest.param(MOE / "lag1_gspo_r3_fsdp2.yaml", id="lag1_gspo_r3_fsdp2", marks=pytest.mark.long),
+        pytest.param(MOE / "lag8_sat_gspo_r3_fsdp2.yaml", id="lag8_sat_gspo_r3_fsdp2", marks=pytest.mark.long),
+        pytest.param(MOE / "lag1_gspo_r3_fsdp2.yaml", id="lag1_gspo_r3_fsdp2"),
     ],
 )
 def test_a_recipe_trains_for_two_steps_with_model_and_engines_exchanged(path, tiny_job, tmp_path):
