@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,8 @@ DOLCI_ROWS = [
 
 def run(*arguments):
     command = [sys.executable, str(DATA / "prepare.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    wide = {**os.environ, "COLUMNS": "200"}  # so that a table breaks no line
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=wide)
 
 
 @pytest.fixture
