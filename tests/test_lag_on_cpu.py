@@ -34,10 +34,15 @@ def account(*overrides):
         ([f"{K}=1", f"{W}=8", f"{THRESHOLD}=9"], 8, (8, 8), 8, 8, 8, "constant", "lag8_constant"),
         ([f"{K}=1", f"{W}=8"], 7, (7, 7), 7, 7, 7, "constant", "lag7_constant"),  # evicted at 8
         ([f"{K}=1", f"{W}=8", f"{THRESHOLD}=null"], 8, (8, 8), None, None, 8, "constant", "lag8_constant"),
-        ([f"{K}=1", f"{W}=8", f"{STRATEGY}=wait"], 8, (8, 8), 8, 8, 8, "constant", "lag8_constant"),
-        ([f"{K}=2", f"{W}=3", f"{STRATEGY}=wait"], 3, (6, 7), 7, 15, 3, "broadcast", "lag6"),
-        ([f"{K}=1", f"{W}=0"], 0, (0, 0), 7, 7, 0, "on_policy", "lag0"),
+        ([f"{K}=1", f"{W}=8", f"{STRATEGY}=wait"], 8, (8, 8), 14, 14, 8, "constant", "lag8_constant"),
+        ([f"{K}=2", f"{W}=3", f"{STRATEGY}=wait"], 3, (6, 7), 9, 19, 3, "broadcast", "lag6"),
+        ([f"{K}=1", f"{W}=3", f"{STRATEGY}=wait", f"{THRESHOLD}=1"], 3, (3, 3), 3, 3, 3, "constant", "lag3_constant"),
+        ([f"{K}=1", f"{W}=0"], 0, (0, 0), 0, 0, 0, "on_policy", "lag0"),
+        ([f"{K}=4", f"{W}=0", f"{THRESHOLD}=null"], 0, (0, 3), 0, 3, 0, "broadcast", "lag0"),
         ([f"{K}=4", f"{W}=1.5"], 1.5, (6, 9), 7, 31, 2, "broadcast", "lag6"),
+        ([f"{K}=50", f"{W}=0.14"], 0.14, (7, 56), 7, 399, 1, "broadcast", "lag7"),  # 0.14 * 50 > 7 in floats
+        ([f"{K}=4", f"{W}=1.1"], 1.1, (4, 8), 7, 31, 2, "broadcast", "lag4"),
+        ([f"{K}=1", f"{W}=1.5"], 1.5, (1, 2), 7, 7, 2, "broadcast", "lag1"),
         ([f"{K}=4", f"{W}=1", "actor_rollout_ref.actor.ppo_epochs=2"], 1, (8, 15), 7, 63, 1, "broadcast", "lag8"),
         ([f"{K}=4", f"{W}=2", f"{THRESHOLD}=null", *EXACT], 2, (8, 11), 2, 11, 2, "broadcast", "lag8"),
     ],
@@ -59,6 +64,9 @@ def test_A03_separate_async_in_versions_and_updates(
 def test_the_other_trainers():
     colocated = account("trainer.v1.trainer_mode=colocate_async", "data.train_batch_size=512")
     assert (colocated.mode, colocated.versions, colocated.updates) == ("colocate_async", 1, (2, 3))
+    half = account("trainer.v1.trainer_mode=colocate_async", "data.train_batch_size=512",
+                   "trainer.v1.colocate_async.num_warmup_batches=0.5")  # fmt: skip
+    assert half.updates == (0, 3)  # a whole step is drawn at once: its two updates see old and new samples alike
     sync = account("data.train_batch_size=1024", "actor_rollout_ref.actor.ppo_epochs=2")
     assert (sync.mode, sync.versions, sync.updates, sync.versions_bound) == ("sync", 0, (0, 7), 0)
     assert "8 updates (4 mini-batches x 2 epochs)" in sync.notes[0]
@@ -76,8 +84,10 @@ def test_A04_the_legacy_asynchronous_trainers():
     off = experimental("one_step_off_policy", "one_step_off_ppo_trainer")
     assert (off.mode, off.versions, off.updates, off.versions_bound) == ("one_step_off", 1, (4, 7), 1)
     full = experimental("fully_async_policy", "fully_async_ppo_trainer", "async_training.staleness_threshold=0")
-    assert (full.mode, full.versions, full.updates_per_version, full.versions_bound) == ("fully_async", 0, 4, None)
-    assert any("0 is not on-policy" in note for note in full.notes)
+    assert (full.mode, full.versions, full.updates, full.versions_bound) == ("fully_async", 0, (0, 3), 0)
+    tenth = experimental("fully_async_policy", "fully_async_ppo_trainer")
+    assert (tenth.versions, tenth.updates, tenth.versions_bound) == (0.1, (0, 4), None)
+    assert any("goes on under newer weights" in note for note in tenth.notes)
     half = experimental(
         "fully_async_policy",
         "fully_async_ppo_trainer",
@@ -96,6 +106,8 @@ def test_A04_the_legacy_asynchronous_trainers():
         (f"{W}=many", W),
         ("actor_rollout_ref.actor.ppo_epochs=0", "actor_rollout_ref.actor.ppo_epochs"),
         ("trainer.v1.trainer_mode=separate", "trainer.v1.trainer_mode"),
+        (f"{STRATEGY}=discard", STRATEGY),
+        (f"{THRESHOLD}=0", THRESHOLD),
     ],
 )
 def test_a_setting_that_verl_would_refuse_is_named(override, key):
@@ -120,6 +132,65 @@ def test_what_drop_makes_of_a_lag_is_what_verls_buffer_does(warmup, threshold):
     oldest = max(age for age in range(30) if survives(age))
     found = account(SEPARATE, f"{K}=1", f"{W}={warmup}", f"{THRESHOLD}={threshold}")
     assert found.versions_bound == oldest and found.versions == min(warmup, oldest)
+
+
+def test_an_exact_lag_of_half_a_batch_is_refused():
+    with pytest.raises(lag.LagError, match=f"{W}: 1.5: an exact lag is a whole number"):
+        account(SEPARATE, f"{W}=1.5", *EXACT)
+
+
+@pytest.mark.parametrize(
+    ("cycle", "warmup", "threshold", "strategy"),
+    [(1, 1, 8, "wait"), (1, 4, 8, "wait"), (1, 8, 8, "wait"), (2, 3, 2, "wait"), (1, 3, 1, "wait"), (2, 1.5, 4, "wait"),
+     (1, 0, 8, "wait"), (2, 0, 8, "drop"), (1, 0, None, "drop"), (1, 4, 8, "drop"), (2, 9, 4, "drop")],
+)  # fmt: skip
+def test_the_bound_is_the_oldest_that_verls_buffer_hands_out(cycle, warmup, threshold, strategy):
+    """Most groups of the warm-up finish together, once they block; all others at once. Both bounds are reached."""
+    found = account(SEPARATE, f"{K}={cycle}", f"{W}={warmup}", f"{STRATEGY}={strategy}",
+                    f"{THRESHOLD}={'null' if threshold is None else threshold}")  # fmt: skip
+    late = (threshold or 20) - (0.6 if strategy == "wait" else 1.4)  # steps from submission to the end
+    shares = [numerator / 20 for numerator in range(21)]
+    assert max(_oldest(cycle, warmup, threshold, strategy, late, share) for share in shares) == found.versions_bound
+
+
+def _oldest(cycle, warmup, threshold, strategy, late, share, mini_batch=8, steps=30):
+    """Largest age of a group that verl's real buffer selects. Time is in trainer steps; its storage is a dict here."""
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+    groups = {}  # uid -> (step of submission, end)
+    clock = {"now": 1.0, "step": 1}
+
+    class Buffer(ReplayBufferAsync):
+        def _sync_metadata_from_transfer_queue(self):
+            self.prompt_global_steps["train"] = {uid: step for uid, (step, _) in groups.items()}
+            self.finished_keys["train"] = {uid for uid, (_, end) in groups.items() if end <= clock["now"]}
+            self.running_keys["train"] = groups.keys() - self.finished_keys["train"]
+
+        def _clear_groups(self, partition_id, uids):
+            for uid in uids:
+                del groups[uid]
+
+        def _wait_for_next_poll(self, partition_id, last_debug_time):
+            clock["now"] += 0.1
+            return last_debug_time
+
+    def submit(count, duration=lambda index: 0.0):
+        for index in range(count):
+            uid = f"{clock['step']}-{len(groups)}-{clock['now']:.3f}-{index}"
+            groups[uid] = (clock["step"], clock["now"] + duration(index))
+
+    buffer = Buffer("separate_async", OmegaConf.create({}), threshold, strategy, OmegaConf.create({}), refill_fn=submit)
+    warm, oldest = int(warmup * cycle * mini_batch), 0
+    submit(warm, lambda index: late if index < share * warm else 0.0)
+    for step in range(1, steps + 1):
+        clock["step"] = step
+        submit(cycle * mini_batch)
+        for _ in range(cycle):
+            ready, _ = buffer.wait_for_sampleable(step, "train", mini_batch)
+            for uid in buffer._select_prompt_uids("train", ready, mini_batch)[0]:
+                oldest = max(oldest, step - groups.pop(uid)[0])
+            clock["now"] += 1 / cycle
+    return oldest
 
 
 @given(
@@ -157,9 +228,11 @@ def _changed(overrides):
 BASE = compose([SEPARATE]).config
 
 
-@pytest.mark.parametrize("bad", [{"lag": -1}, {"lag": 1, "kind": "steady"}, {"lag": 1, "unit": "steps"}])
+@pytest.mark.parametrize(
+    "bad", [{"lag": -1}, {"lag": 1, "kind": "steady"}, {"lag": 1, "unit": "steps"}, {"lag": 1, "mini_batch_size": 0}]
+)
 def test_the_inverse_refuses_what_is_no_lag(bad):
-    with pytest.raises(ValueError, match="lag|unit"):
+    with pytest.raises(ValueError, match="lag|unit|mini_batch_size"):
         lag.overrides_for(**bad)
 
 
@@ -191,11 +264,21 @@ def test_the_command_gives_overrides_that_can_be_piped():
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--for", "8", "--kind", "x"], "expected constant or broadcast"), ([f"{K}=0", SEPARATE], K), (["a"], "a")],
+    [
+        (["--for", "8", "--kind", "x"], "expected constant or broadcast"),
+        (["--for", "8", f"{K}=2"], "take no arguments of a job"),
+        ([f"{K}=0", SEPARATE], K),
+        (["a"], "a"),
+    ],
 )
 def test_the_command_refuses_in_one_line(arguments, words):
     status, text, said = command(*arguments)
     assert status == 2 and text == "" and said.startswith("error: ") and words in said and "Traceback" not in said
+
+
+def test_the_command_says_that_the_sampler_would_refuse_a_threshold():
+    _, text, _ = command("--json", SEPARATE, f"{K}=4", f"{W}=8", "data.train_batch_size=1024", *EXACT)
+    assert any(line.startswith(f"error: {THRESHOLD}: 8 ") for line in json.loads(text)["refused"])
 
 
 def test_json_has_everything():

@@ -16,8 +16,11 @@ from verl_sat import lag as accounting
 from verl_sat import lag_words
 from verl_sat.composition import CompositionError, compose
 from verl_sat.lag import count
-from verl_sat.preflight_async import batch_is_a_cycle
+from verl_sat.preflight import check
 from verl_sat.preflight_job import Job
+
+# Keys that a refusal has to be about to be shown here; `verl-sat doctor` shows all.
+_LAG_KEYS = ("trainer.v1.", "data.train_batch_size")
 
 
 def lag(
@@ -36,6 +39,8 @@ def lag(
     """
     console = Console(highlight=False)
     try:
+        if context.args and (words or wanted is not None):
+            raise ValueError(f"{context.args[0]}: --for and --words take no arguments of a job")
         if words:
             _show_words(console, as_json)
         elif wanted is not None:
@@ -51,7 +56,8 @@ def lag(
 def _show_account(arguments: list[str], console: Console, as_json: bool) -> None:
     job = Job.read(compose(arguments).config)
     account = accounting.account(job)
-    refused = [str(finding) for finding in batch_is_a_cycle(job)]
+    found = check(job.config, any_job=True)
+    refused = [str(finding) for finding in found if finding.level == "error" and finding.key.startswith(_LAG_KEYS)]
     if as_json:
         derived = {name: getattr(account, name) for name in ("name", "kind", "updates_bound", "summary")}
         json.dump({"schema_version": 1, **asdict(account), **derived, "refused": refused}, sys.stdout, indent=2)
@@ -62,14 +68,15 @@ def _show_account(arguments: list[str], console: Console, as_json: bool) -> None
         f"{count(account.versions_bound, 'version')}, {count(account.updates_bound, 'update')}")  # fmt: skip
     rows = [
         ("trainer", account.mode),
-        ("K", f"{count(account.updates_per_version, 'update')} for one weight transfer ({account.mini_batches} "
-              f"mini-batches x {account.epochs} epochs)"),
+        ("K", f"{count(account.updates_per_version, 'update')} for one weight transfer "
+              f"({count(account.mini_batches, 'mini-batch')} x {count(account.epochs, 'epoch')})"),
         ("W", f"{count(account.batches_in_flight, 'batch')} in flight"),
         ("typical" if not account.exact else "every sample",
          f"{count(account.versions, 'version')}, {count(first, 'update')} old"
          + (f", {last} at the last of a cycle" if first != last else "")),
         ("at most", bound),
-        ("ramp", f"reached after {count(account.ramp_steps, 'trainer step')}; before, there is only version 0"),
+        ("ramp", f"reached after {count(account.ramp_steps, 'trainer step')}; before, there is only version 0"
+                 if account.ramp_steps else "none"),
         ("name", account.name),
     ]  # fmt: skip
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))

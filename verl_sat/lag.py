@@ -39,8 +39,9 @@ class LagAccount:
         epochs: passes over each.
         batches_in_flight: W as configured.
         versions: typical version lag of a sample, once the ramp is over.
-        updates: typical lag in updates at the first and at the last update of a cycle.
-        versions_bound: largest version lag that is still trained on; None if nothing bounds it.
+        updates: smallest and largest typical lag in updates. For a whole number of batches in flight these are the
+            lags at the first and at the last update of a cycle.
+        versions_bound: largest version lag that can still be trained on; None if nothing bounds it.
         ramp_steps: trainer steps before the lag is reached (the first ones have only version 0 to train on).
         exact: this plugin's exact-lag sampler is configured: typical is then also the smallest and the largest.
         notes: what else there is to know, in sentences.
@@ -67,10 +68,11 @@ class LagAccount:
 
     @property
     def kind(self) -> str:
-        """``on_policy``, ``constant`` (all samples equally many updates old) or ``broadcast``."""
-        if self.updates == (0, 0):
+        """``on_policy``, ``constant`` (all samples equally many updates old) or ``broadcast`` (they are not)."""
+        first, last = self.updates
+        if last == 0:
             return "on_policy"
-        return "constant" if self.updates_per_version == 1 else "broadcast"
+        return "constant" if first == last else "broadcast"
 
     @property
     def name(self) -> str:
@@ -132,13 +134,22 @@ def _asynchronous(job: Job, mode: str) -> LagAccount:
         mini_batches = _mini_batches_of_a_step(job)
     epochs = _epochs(job)
     per_version = mini_batches * epochs
-    exact = job.our_sampler and in_flight == int(in_flight)
+    exact = job.our_sampler
+    if exact and in_flight != int(in_flight):
+        raise LagError(f"{block}.num_warmup_batches: {in_flight!r}: an exact lag is a whole number of batches")
     notes = []
     threshold, strategy = job.get(THRESHOLD), job.get(f"{SAMPLER}.max_off_policy_strategy", "drop")
+    if strategy not in ("drop", "wait"):
+        raise LagError(f"{SAMPLER}.max_off_policy_strategy: {strategy!r}: expected drop or wait")
+    if threshold is not None:
+        threshold = _whole(job, THRESHOLD, 8, at_least=1)
     versions: float = in_flight
     bound = None
-    if threshold is not None and strategy == "drop":
-        threshold = _whole(job, THRESHOLD, 8, at_least=1)
+    if in_flight == 0:
+        # A step submits one batch and trains one batch; what is evicted or fails is replaced one for one.
+        bound = 0
+        notes.append("no batch in flight: a step waits for its own groups, generation and training do not overlap")
+    elif threshold is not None and strategy == "drop":
         # A group submitted at step s is dropped at step t once t - s + 1 > threshold.
         bound = threshold - 1
         if in_flight > bound and not exact:
@@ -146,26 +157,32 @@ def _asynchronous(job: Job, mode: str) -> LagAccount:
             notes.append(
                 f"{THRESHOLD}={threshold} drops groups that are {threshold} versions old and generates others in their "
                 f"place: the lag is pinned at {bound} instead of {in_flight:g}, and that work is thrown away (null, or "
-                f"{math.floor(in_flight) + 1} and more, keeps it)"
+                f"{math.ceil(in_flight) + 1} and more, keeps it)"
             )
         elif not exact:
             notes.append(
-                f"a response that takes longer than {count(bound - math.ceil(in_flight) + 1, 'step')} is thrown away "
-                "with its group: hard prompts, whose responses are long, are trained on less often "
+                f"a group that is not finished {count(bound, 'step')} after its submission is thrown away: hard "
+                "prompts, whose responses are long, are trained on less often "
                 f"({SAMPLER}.max_off_policy_strategy=wait keeps them)"
             )
     elif threshold is not None:
-        notes.append(
-            f"{SAMPLER}.max_off_policy_strategy=wait drops nothing: while a group that is {threshold - 1} versions old "
-            "is in flight, a step waits for it"
+        blocks_at, batches = threshold - 1, math.ceil(in_flight)
+        # At a step's sampling every group of age blocks_at or more is finished, and at most `batches` batches of them
+        # are left (the step's own batch is of age 0): oldest first, one batch a step.
+        bound = blocks_at + batches - 1 if blocks_at else batches
+        waits = (
+            f"{SAMPLER}.max_off_policy_strategy=wait drops nothing and does not cap the lag: while a group that is "
+            f"{count(blocks_at, 'version')} old is in flight, a step waits for it"
         )
-        bound = max(threshold - 1, math.ceil(in_flight))
+        if bound > max(blocks_at, batches):
+            waits += f"; where several batches of such groups finish together, the last is {bound} when it is trained"
+        notes.append(waits)
     elif not exact:
         notes.append(f"{THRESHOLD}=null: how old a straggler may be is bounded by nothing")
     if exact:
         bound = int(in_flight)
         notes.append("exact-lag sampler: no weight transfer meets a running request, so a response has one version")
-    else:
+    elif in_flight:
         notes.append(
             "verl's own sampler takes what is finished: where generation is slower than training the lag is lower, and "
             "a weight transfer in the middle of a response mixes versions within it (the oldest counts)"
@@ -175,7 +192,6 @@ def _asynchronous(job: Job, mode: str) -> LagAccount:
             f"{in_flight:g} batches in flight: samples are {math.floor(in_flight)} or {math.ceil(in_flight)} versions "
             "old"
         )
-    start = math.floor(versions * per_version)
     return LagAccount(
         mode=mode,
         updates_per_version=per_version,
@@ -183,12 +199,21 @@ def _asynchronous(job: Job, mode: str) -> LagAccount:
         epochs=epochs,
         batches_in_flight=in_flight,
         versions=versions,
-        updates=(start, start + per_version - 1),
+        updates=_typical_updates(versions, mini_batches, epochs)
+        if separate
+        else (_typical_updates(versions, 1, per_version)),
         versions_bound=bound,
         ramp_steps=math.ceil(versions),
         exact=exact,
         notes=tuple(notes),
     )
+
+
+def _typical_updates(versions: float, draws: int, updates: int) -> tuple[int, int]:
+    """Smallest and largest lag where a cycle draws its samples ``draws`` times, oldest first, ``updates`` each."""
+    # Of a fractional lag, the older samples are those of the first draws.
+    older = round(versions * draws, 9)  # 0.14 * 50 is not 7
+    return math.floor(older) * updates, (math.ceil(older) + draws) * updates - 1
 
 
 def _mini_batches_of_a_step(job: Job) -> int:
@@ -233,18 +258,19 @@ def _fully_async(job: Job) -> LagAccount:
         f"{block}.staleness_threshold={fraction:g} is no number of versions: when weights are sent, at most that share "
         f"of a cycle's samples ({share}) may be queued or in flight, so at most so many are one version older"
     ]
+    partial = job.get(f"{block}.partial_rollout", True)
     if fraction > 1:
         notes.append(f"what is left over lasts {count(math.ceil(fraction), 'cycle')}")
-    if job.get(f"{block}.partial_rollout", True):
+    if fraction == 0:
+        # fully_async_rollouter.py: as many samples are begun as a cycle trains, then it pauses until the transfer.
+        notes.append("0: nothing is in flight when weights are sent, generation waits for each transfer")
+    elif partial:
         notes.append(
             f"{block}.partial_rollout: a response goes on under newer weights, so nothing bounds the age of its oldest "
             "tokens"
         )
-    if fraction == 0:
-        notes.append("0 is not on-policy: what was begun before a transfer is trained on after it")
     notes.append("verl announces this trainer as deprecated; separate_async takes its place")
-    start = math.floor(fraction * per_version)
-    bound = None if job.get(f"{block}.partial_rollout", True) else max(1, math.ceil(fraction))
+    bound = math.ceil(fraction) if fraction == 0 or not partial else None
     return LagAccount(
         mode="fully_async",
         updates_per_version=per_version,
@@ -252,7 +278,7 @@ def _fully_async(job: Job) -> LagAccount:
         epochs=epochs,
         batches_in_flight=fraction,
         versions=fraction,
-        updates=(start, start + per_version - 1),
+        updates=_typical_updates(fraction, steps, batches * epochs),
         versions_bound=bound,
         ramp_steps=math.ceil(fraction),
         exact=False,
@@ -327,6 +353,8 @@ def overrides_for(
         f"{block}.num_warmup_batches={in_flight}",
     ]
     if mini_batch_size is not None:
+        if isinstance(mini_batch_size, bool) or not isinstance(mini_batch_size, int) or mini_batch_size < 1:
+            raise ValueError(f"mini_batch_size={mini_batch_size}: expected a whole number, 1 or more")
         found.append(f"data.train_batch_size={cycle * mini_batch_size}")
     if exact:
         sampler = f"{SAMPLER}.custom_sampler"
