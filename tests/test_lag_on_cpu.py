@@ -22,8 +22,22 @@ EXACT = [
 ]
 
 
+DEFAULTS = compose([]).config
+
+
 def account(*overrides):
-    return lag.account(compose(list(overrides)).config)
+    """Of verl's configuration with these keys set (composing anew for each would take most of the time)."""
+    if overrides and overrides[0].startswith("--"):
+        return lag.account(compose(list(overrides)).config)
+    return lag.account(changed(DEFAULTS, overrides))
+
+
+def changed(base, overrides):
+    config = base.copy()
+    for override in overrides:
+        key, value = override.split("=", 1)
+        OmegaConf.update(config, key, OmegaConf.create(f"v: {value}").v)
+    return config
 
 
 @pytest.mark.parametrize(
@@ -218,14 +232,7 @@ def test_the_inverse_in_versions(wanted, cycle):
 
 
 def _changed(overrides):
-    config = BASE.copy()
-    for override in overrides:
-        key, value = override.split("=", 1)
-        OmegaConf.update(config, key, OmegaConf.create(f"v: {value}").v)
-    return config
-
-
-BASE = compose([SEPARATE]).config
+    return changed(DEFAULTS, [SEPARATE, *overrides])
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def require_healthy(arguments, model_config=None):
     """The doctor has nothing to say, and verl's own checks and dataclasses take it."""
     examination = examine(arguments, model_config, start_child=False)
     assert examination.exit_status == 0, [str(finding) for finding in examination.findings]
-    composed = compose(arguments)
+    composed = examination.composed
     in_dataclasses = [
         key for key in keys.extra_keys(composed) if keys.parent_is_dataclass(composed.config, key)
     ]  # fmt: skip
@@ -348,7 +348,7 @@ def tiny_job(tmp_path_factory):
     "path",
     [
         pytest.param(MOE / "lag8_sat_gspo_r3_fsdp2.yaml", id="lag8_sat_gspo_r3_fsdp2", marks=pytest.mark.long),
-        pytest.param(MOE / "lag1_gspo_r3_fsdp2.yaml", id="lag1_gspo_r3_fsdp2"),
+        pytest.param(MOE / "lag1_gspo_r3_fsdp2.yaml", id="lag1_gspo_r3_fsdp2", marks=pytest.mark.long),
     ],
 )
 def test_a_recipe_trains_for_two_steps_with_model_and_engines_exchanged(path, tiny_job, tmp_path):

@@ -36,12 +36,14 @@ class Examination:
         facts: heading and text, in order.
         versions: of packages; None where one is not on this machine.
         plugin: how the plugin was loaded, in one line.
+        composed: what was examined; None if the arguments make no configuration.
     """
 
     findings: list[Finding]
     facts: list[Fact] = field(default_factory=list)
     versions: dict[str, str | None] = field(default_factory=installed_versions)
     plugin: str = "not tried"
+    composed: Composed | None = None
 
     @property
     def exit_status(self) -> int:
@@ -89,7 +91,7 @@ def examine(arguments: list[str], model_config: Path | None = None, start_child:
         plugin, more = _plugin(answer, job)
         findings += more
         findings += [Finding(**finding) for finding in answer.get("findings", ()) if finding["key"] not in said]
-    examination = Examination(_sorted(findings), plugin=plugin)
+    examination = Examination(_sorted(findings), plugin=plugin, composed=composed)
     examination.facts = describe(job, answer.get("losses", {}))
     examination.facts += _lag(job, examination)
     handed_on = keys.handed_on_keys(composed)
