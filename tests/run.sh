@@ -2,9 +2,9 @@
 # Runs the tests in .venv, which it makes if it has to.
 #
 #   tests/run.sh                     style and the tests that take seconds, five short trainer runs among them
-#   tests/run.sh --all               also the long ones: whole training runs, about half an hour on 2 cores, and real rollout
-#                                    engines (tests/engines: SGLang's capture, vLLM's CPU build; installs 6 GB once, into
-#                                    VERL_SAT_ENGINES_DIR or the temporary folder)
+#   tests/run.sh --all               also the long ones: whole training runs, two recipes among them, about 40 minutes on 2
+#                                    cores, and real rollout engines (tests/engines: SGLang's capture, vLLM's CPU
+#                                    build; installs 6 GB once, into VERL_SAT_ENGINES_DIR or the temporary folder)
 #   tests/run.sh --verl-src PATH     also verl's own CPU tests of policy losses and actor configuration, from a checkout
 #                                    of verl 0.9.x, with the plugin loaded
 #   tests/run.sh [pytest arguments]  passed on

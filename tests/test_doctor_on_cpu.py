@@ -48,6 +48,11 @@ def plain_environment(monkeypatch):
         ("trainer.v1.separate_async.num_warmup_batches=-1", "trainer.v1.separate_async.num_warmup_batches", ""),
         (f"{ACTOR}.policy_loss.sat.quantile=1.5", f"{ACTOR}.policy_loss.sat.quantile", "quantile=0.9"),
         ("trainer.device=cpu", "trainer.device", ""),
+        (
+            "trainer.v1.separate_async.hybrid_rollout.enable_switch=True",
+            "trainer.v1.separate_async.hybrid_rollout.enable_switch",
+            "enable_switch=False",
+        ),
         (f"{ROLLOUT}.enable_rollout_routing_replay=False", f"{ROLLOUT}.enable_rollout_routing_replay", "=True"),
         ("trainer.v1.separate_async.parameter_sync_step=0", "trainer.total_training_steps", ""),
     ],
@@ -162,3 +167,13 @@ def test_the_command_finds_what_only_verl_knows():
     keys = [finding["key"] for finding in result["findings"]]
     assert refused.returncode == 2 and "VERL_USE_EXTERNAL_PLUGINS" in keys and "does not load it" in result["plugin"]
     assert any("Invalid loss_agg_mode: seqmean" in finding["message"] for finding in result["findings"])
+
+
+def test_a_package_that_is_not_here_is_no_fault_of_the_job():
+    # verl asks vLLM for its LoRA ranks while it validates; vLLM is not on this machine.
+    job = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.lora_rank=8", "data.train_batch_size=1024",
+           f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
+           "algorithm.adv_estimator=grpo"]  # fmt: skip
+    found = examine(job)
+    assert found.exit_status == 0, found.findings
+    assert any(heading == "not checked" and "vllm" in text for heading, text in found.facts), found.facts

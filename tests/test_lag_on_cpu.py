@@ -274,6 +274,9 @@ def test_the_command_gives_overrides_that_can_be_piped():
     [
         (["--for", "8", "--kind", "x"], "expected constant or broadcast"),
         (["--for", "8", f"{K}=2"], "take no arguments of a job"),
+        (["--unit", "versions", SEPARATE], "--unit says something about --for"),
+        (["--for", "8", "--unit", "versions", "--kind", "constant"], "--kind has no effect on a lag in versions"),
+        (["--for", "8", "--updates-per-version", "2"], "--updates-per-version has no effect on a lag in updates"),
         ([f"{K}=0", SEPARATE], K),
         (["a"], "a"),
     ],

@@ -24,7 +24,17 @@ from verl_sat.math_reward import TAIL, compute_score
     ],
 )
 def test_grades(response, truth, wanted):
-    assert compute_score("dapo_math_17k", response, truth) == {"score": wanted, "acc": wanted}
+    assert compute_score("dapo_math_17k", response, truth) == {"score": wanted, "acc": wanted, "timed_out": 0.0}
+
+
+def test_a_time_out_is_counted_and_said_once(monkeypatch, caplog):
+    from verl.utils.reward_score import math_verify
+
+    real = math_verify.compute_score
+    monkeypatch.setattr(math_verify, "compute_score", lambda *args, **kw: real(*args, **kw, timeout=0.0))
+    for _ in range(2):
+        assert compute_score("s", "\\boxed{3}", "3") == {"score": 0.0, "acc": 0.0, "timed_out": 1.0}
+    assert caplog.text.count("counts as wrong") == 1
 
 
 def test_a_ground_truth_that_is_no_text_is_named():

@@ -30,6 +30,7 @@ def lag(
     kind: Annotated[str, typer.Option(help="Of --for: broadcast or constant.")] = "broadcast",
     mini_batch: Annotated[int | None, typer.Option(help="Of --for: prompts of a mini-batch.")] = None,
     exact: Annotated[bool, typer.Option(help="Of --for: with the exact-lag sampler.")] = True,
+    updates_per_version: Annotated[int, typer.Option(help="Of --for with --unit versions: K.")] = 1,
     words: Annotated[bool, typer.Option("--words", help="What other frameworks call it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -41,16 +42,30 @@ def lag(
     try:
         if context.args and (words or wanted is not None):
             raise ValueError(f"{context.args[0]}: --for and --words take no arguments of a job")
+        _refuse_what_has_no_effect(context, wanted is not None, unit)
         if words:
             _show_words(console, as_json)
         elif wanted is not None:
-            found = accounting.overrides_for(wanted, unit, kind, mini_batch, exact)
+            found = accounting.overrides_for(wanted, unit, kind, mini_batch, exact, updates_per_version)
             print(json.dumps(found) if as_json else "\n".join(found))
         else:
             _show_account(context.args, console, as_json)
     except (CompositionError, ValueError) as error:
         Console(stderr=True, highlight=False).print(Text(f"error: {error}"), soft_wrap=True)
         raise typer.Exit(2) from None
+
+
+def _refuse_what_has_no_effect(context: typer.Context, has_for: bool, unit: str) -> None:
+    given = {
+        name
+        for name in ("unit", "kind", "mini_batch", "exact", "updates_per_version")
+        if context.get_parameter_source(name).name == "COMMANDLINE"
+    }
+    if given and not has_for:
+        raise ValueError(f"--{min(given).replace('_', '-')} says something about --for, which was not given")
+    idle = given & ({"kind"} if unit == "versions" else {"updates_per_version"})
+    if idle:
+        raise ValueError(f"--{min(idle).replace('_', '-')} has no effect on a lag in {unit}")
 
 
 def _show_account(arguments: list[str], console: Console, as_json: bool) -> None:

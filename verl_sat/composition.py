@@ -1,20 +1,20 @@
 """verl's configuration as ``python -m verl.trainer.main_ppo`` would compose it, without importing verl.
 
 Importing verl takes seconds and a working torch; composing its YAML takes neither. The arguments are those of a Hydra
-application, so that a command line can be tried by exchanging the program in front of it.
+application, so that a command line can be tried by exchanging the program in front of it. (Hydra's public ``compose``
+takes no ``--config-dir``; what is used of its internals is what ``hydra.main`` itself calls.)
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
@@ -31,19 +31,13 @@ class CompositionError(ValueError):
 
 @dataclass(frozen=True)
 class Composed:
-    """A composed configuration and where it came from.
+    """A composed configuration.
 
     Attributes:
         config: not resolved: interpolations are evaluated when a key is read.
-        name: of the primary configuration.
-        overrides: the overrides as given.
-        added: keys that an override added with ``+`` or ``++`` (group selections left out).
     """
 
     config: DictConfig
-    name: str = DEFAULT_NAME
-    overrides: tuple[str, ...] = ()
-    added: tuple[str, ...] = field(default=())
 
 
 def verl_config_dir(main: str = "verl.trainer") -> Path:
@@ -96,7 +90,7 @@ def compose(arguments: list[str]) -> Composed:
         GlobalHydra.instance().clear()
     with open_dict(config):
         del config["hydra"]
-    return Composed(config=config, name=name, overrides=tuple(overrides), added=_added(overrides))
+    return Composed(config)
 
 
 def _split(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -115,14 +109,6 @@ def _split(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
             "overrides as key=value"
         )
     return options, rest
-
-
-def _added(overrides: list[str]) -> tuple[str, ...]:
-    found = []
-    for override in OverridesParser.create().parse_overrides(overrides):
-        if override.is_add() and "." in override.key_or_group:
-            found.append(override.key_or_group)
-    return tuple(found)
 
 
 def _readable(error: BaseException) -> str:

@@ -60,7 +60,7 @@ WORDS = (
         "train_async, update_weights_interval = n",
         "0 or 1",
         "U to n x U + U-1, U = num_steps_per_rollout",
-        f"for one: {_K}=U {_W}=1; for more no exact equal",
+        f"{_K}=U {_W}=1 for an interval of one, no exact equal for more",
     ),
     Word(
         "AReaL",

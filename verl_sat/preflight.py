@@ -16,7 +16,7 @@ from typing import Any
 
 from hydra.errors import CompactHydraException
 
-from verl_sat.lag import LagError, account
+from verl_sat.lag import LagError, account, count
 from verl_sat.once import first_time, warn_once
 from verl_sat.preflight_async import ASYNC_RULES
 from verl_sat.preflight_job import Finding, Job
@@ -113,7 +113,6 @@ def describe(job: Job | Any) -> str:
         except LagError:
             return text  # verl says it
         first, last = found.updates
-        versions = f"{found.versions:g} version" + ("" if found.versions == 1 else "s")
         updates = f"{first}" if first == last else f"{first} to {last}"
-        text += f", {job.mode}: typical lag {versions}, {updates} optimizer updates"
+        text += f", {job.mode}: typical lag {count(found.versions, 'version')}, {updates} optimizer updates"
     return text

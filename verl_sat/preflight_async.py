@@ -133,7 +133,12 @@ def _a_response_fits(job: Job) -> Iterator[Finding]:
         places = (f"{ACTOR}.fsdp_config", ACTOR)
         factor = max(int(job.get(f"{place}.ulysses_sequence_parallel_size", 1) or 1) for place in places)
         who = "ulysses_sequence_parallel_size"
-    for key in (MAX_TOKENS, f"{ROLLOUT}.log_prob_max_token_len_per_gpu"):
+    keys = [MAX_TOKENS]
+    if not job.bypass:
+        keys.append(f"{ROLLOUT}.log_prob_max_token_len_per_gpu")  # the pass for old_log_prob
+    if job.get(f"{ACTOR}.use_kl_loss", False) or job.get("algorithm.use_kl_in_reward", False):
+        keys.append("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu")
+    for key in keys:
         value = job.get(key)
         if isinstance(value, int) and value * factor < longest:
             shown = f"{value}" + (f" x {who} {factor} = {value * factor}" if factor > 1 else "")

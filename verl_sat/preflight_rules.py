@@ -308,6 +308,15 @@ def _sampler_loses_settings(job: Job) -> Iterator[Finding]:
                 "silence",
                 f"{key}=False",
             )
+    key = f"trainer.v1.{job.mode}.hybrid_rollout.enable_switch"
+    if job.our_sampler and job.trainer == "v1" and job.get(key, False):
+        yield Finding(
+            "error",
+            key,
+            "it lends the trainer's GPUs to generation while a step waits for samples; the exact-lag sampler waits "
+            "before the weight transfer, where nothing is lent, and refuses it",
+            f"{key}=False",
+        )
     if job.our_sampler and job.trainer == "v1" and job.mode == "sync":
         yield Finding(
             "error",

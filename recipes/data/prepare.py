@@ -37,6 +37,7 @@ console = Console(highlight=False)
 
 Out = Annotated[Path, typer.Option(help="Folder to write to.")]
 Local = typer.Option(help="A local file or folder (parquet, jsonl, json) instead of the hub.")
+Revision = typer.Option(help="Of the hub's data set (a branch, tag or commit) instead of the newest.")
 Allow = Annotated[bool, typer.Option(help="Exit with 0 although the counts are not the reported ones.")]
 Force = Annotated[bool, typer.Option(help="Make the file anew, even if nothing changed.")]
 
@@ -46,12 +47,14 @@ def train(
     out: Out,
     dapo: Annotated[Path | None, Local] = None,
     dolci: Annotated[Path | None, Local] = None,
+    dapo_revision: Annotated[str | None, Revision] = None,
+    dolci_revision: Annotated[str | None, Revision] = None,
     instruction: Annotated[str, typer.Option(help="Put after every problem.")] = INSTRUCTION,
     allow_count_mismatch: Allow = False,
     force: Force = False,
 ) -> None:
     """The training set: both sources, without duplicates, DAPO first."""
-    sources = {"dapo_math_17k": (DAPO, dapo), "dolci_rl_zero_math_7b": (DOLCI, dolci)}
+    sources = {"dapo_math_17k": (DAPO, dapo, dapo_revision), "dolci_rl_zero_math_7b": (DOLCI, dolci, dolci_revision)}
     raise typer.Exit(_make(out, "train", sources, instruction, EXPECTED, allow_count_mismatch, force))
 
 
@@ -59,12 +62,13 @@ def train(
 def aime24(
     out: Out,
     file: Annotated[Path | None, Local] = None,
+    revision: Annotated[str | None, Revision] = None,
     instruction: Annotated[str, typer.Option(help="Put after every problem.")] = INSTRUCTION,
     allow_count_mismatch: Allow = False,
     force: Force = False,
 ) -> None:
     """The evaluation set: each of the 30 problems once; verl repeats them (rollout.val_kwargs.n)."""
-    sources = {"aime24": (AIME24, file)}
+    sources = {"aime24": (AIME24, file, revision)}
     raise typer.Exit(_make(out, "aime24", sources, instruction, EXPECTED_AIME, allow_count_mismatch, force))
 
 
@@ -87,7 +91,7 @@ def verify(out: Out) -> None:
 def _make(
     out: Path,
     name: str,
-    sources: dict[str, tuple[str, Path | None]],
+    sources: dict[str, tuple[str, Path | None, str | None]],
     instruction: str,
     expected: dict[str, int],
     allow: bool,

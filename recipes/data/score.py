@@ -64,7 +64,7 @@ def average(problems: dict[str, list[float]], k: int) -> tuple[float, float, flo
 
 def main(
     folder: Annotated[Path, typer.Argument(help="trainer.validation_data_dir of a run, or one of its files.")],
-    k: Annotated[list[int] | None, typer.Option(help="Samples of a problem; may be given again.")] = None,
+    k: Annotated[list[int] | None, typer.Option(min=1, help="Samples of a problem; may be given again.")] = None,
     updates_per_step: Annotated[int, typer.Option(min=1, help="K: optimizer updates of a trainer step.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -17,7 +17,7 @@ class SourceError(RuntimeError):
     """Data that cannot be had, with what to do."""
 
 
-def files_of(name: str, path: Path | None, revision: str | None = None) -> list[Path]:
+def files_of(name: str, path: Path | None, revision: str | None) -> list[Path]:
     """The files of a data set: those given, or the hub's, downloaded once into its cache.
 
     Args:

@@ -32,8 +32,8 @@ DRY_RUN=${DRY_RUN:-0}
 # ---- end user-adjustable ----
 
 fail() { echo "error: $*" >&2; exit 2; }
-[ -f "$here/../../verl_sat/conf/arm/$ARM.yaml" ] || python3 -c "import verl_sat, pathlib, sys; sys.exit(not (pathlib.Path(verl_sat.__file__).parent / 'conf/arm/$ARM.yaml').is_file())" \
-    || fail "ARM=$ARM: there is no such arm (see the head of this script)"
+arms="grpo gspo grpo_tis gspo_tis dppo sat_grpo sat_gspo grpo_fixed_eps gspo_fixed_eps"
+[[ " $arms " == *" $ARM "* ]] || fail "ARM=$ARM: expected one of $arms"
 [[ "$LAG" =~ ^[0-9]+$ ]] || fail "LAG=$LAG: expected a number of optimizer updates, 0 or more"
 case "$LAG_KIND" in
     broadcast) sync_step=$((LAG > 0 ? LAG : 1)); warmup=$((LAG > 0 ? 1 : 0)); name="lag$LAG" ;;

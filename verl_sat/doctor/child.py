@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import io
 import json
 import re
@@ -53,7 +54,7 @@ def _answer(question: dict[str, Any], answer: dict[str, Any]) -> None:
     config = OmegaConf.create(question["config"])
     answer["findings"] += _fields(config, question["keys"])
     if question["validate"] and not answer["findings"]:
-        answer["findings"] += list(_validate(config))
+        answer["findings"] += list(_validate(config, answer.setdefault("not_checked", [])))
 
 
 def _fields(config: Any, keys: list[str]) -> list[dict[str, str]]:
@@ -77,8 +78,13 @@ def _fields(config: Any, keys: list[str]) -> list[dict[str, str]]:
     return found
 
 
-def _validate(config: Any) -> Iterator[dict[str, str]]:
-    """verl's own checks, and the dataclasses that its driver and workers build; the model is not looked at."""
+def _validate(config: Any, not_checked: list[str]) -> Iterator[dict[str, str]]:
+    """verl's own checks, and the dataclasses that its driver and workers build; the model is not looked at.
+
+    Args:
+        config: resolved.
+        not_checked: filled with what needs a package that is not on this machine, which is no fault of the job.
+    """
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
@@ -96,11 +102,22 @@ def _validate(config: Any) -> Iterator[dict[str, str]]:
             causes = [error]
             while causes[-1].__cause__ is not None:
                 causes.append(causes[-1].__cause__)
+            text = " ".join(str(causes[-1]).split()) or type(causes[-1]).__name__
+            if isinstance(causes[-1], ImportError) or _names_an_absent_package(text):
+                not_checked.append(f"{key or 'the checks of verl'}: {text}")
+                continue
             named = re.search(r"full_key: (\S+)", str(error))
             where = named.group(1) if named else key or "actor_rollout_ref.actor"
-            text = " ".join(str(causes[-1]).split()) or type(causes[-1]).__name__
             yield {"level": "error", "key": where, "message": f"verl refuses it: {text}", "remedy": ""}
             return
+
+
+def _names_an_absent_package(text: str) -> bool:
+    """verl also says so by its own exceptions (``vllm version None not supported``)."""
+    if not re.search(r"not found|version none|no module|not installed|not available", text, flags=re.I):
+        return False  # a mistake in the settings of an engine is one, whether or not the engine is here
+    engines = ("vllm", "sglang", "megatron", "tensorrt_llm", "flash_attn")
+    return any(name in text.lower() and importlib.util.find_spec(name) is None for name in engines)
 
 
 def _as_worker_reads(config: Any, actor: Any) -> Any:

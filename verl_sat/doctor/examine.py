@@ -94,6 +94,7 @@ def examine(arguments: list[str], model_config: Path | None = None, start_child:
     examination = Examination(_sorted(findings), plugin=plugin, composed=composed)
     examination.facts = describe(job, answer.get("losses", {}))
     examination.facts += _lag(job, examination)
+    examination.facts += [("not checked", f"a package is not here: {text}") for text in answer.get("not_checked", ())]
     handed_on = keys.handed_on_keys(composed)
     if handed_on:
         names = ", ".join(key.rpartition(".")[2] for key in handed_on)
